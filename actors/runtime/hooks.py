@@ -39,3 +39,8 @@ def load_hook(path: str) -> Any:
     if not callable(hook):
         raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
     return hook
+
+
+async def awaited(value: Any) -> Any:
+    """What came of a hook's awaitable, as a coroutine: a loop runs no other kind to its end."""
+    return await value

@@ -1,8 +1,7 @@
 """What a run's record shows of its samples, engines and trainer, in the terms of the simulation.
 
 Looked at are the newest steps under the present settings; the first ones after a start or a change are left out, since the run
-is still filling up then. Steps that tell tokens and seconds of single samples (`lives`) give whole groups; older records give
-quantiles only, and members of a group are then taken to be independent of each other.
+is still filling up then. Steps tell tokens and seconds of single samples (`lives`), which give whole groups.
 """
 
 from __future__ import annotations
