@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bus.messages import control, environments, groups, policy, samples
+from bus.messages import active, control, environments, groups, policy, samples
 
 ROLES = (
     *("sampler", "generation", "reward", "filter", "partial", "trainer", "publisher", "evaluator", "router", "environments"),
@@ -51,7 +51,7 @@ Policy = (
     | policy.Sending
     | policy.Turn
 )
-Active = policy.Activate | policy.PolicyActive | policy.Send
+Active = active.Activate | active.PolicyActive | active.Send
 News = control.Vitals | control.Event
 
 PROMPTS = Stream("prompts", samples.SampleTask, "sampler", ("generation",))

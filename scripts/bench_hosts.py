@@ -31,8 +31,9 @@ from actors.runtime.context import Context  # noqa: E402
 from actors.runtime.run import log_to_stderr, run_actor  # noqa: E402
 from bus import Bus, BusConfig, Out, Tail  # noqa: E402
 from bus.knobs.live import publish_initial  # noqa: E402
+from bus.messages.active import Activate  # noqa: E402
 from bus.messages.control import Event  # noqa: E402
-from bus.messages.policy import Activate, PolicyAnnounced, WeightManifest  # noqa: E402
+from bus.messages.policy import PolicyAnnounced, WeightManifest  # noqa: E402
 from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server.binary import find_server  # noqa: E402
 from bus.topology import ACTIVE, EVENTS, POLICY  # noqa: E402

@@ -111,8 +111,9 @@ async def bench(args: argparse.Namespace) -> dict[str, Any]:
     from actors.generation.engine import Chunk, GenerateRequest
     from actors.generation.spec import GenerationSpec
     from actors.runtime.context import Context
+    from bus.messages.active import Activate
     from bus.messages.base import pack_ints, unpack_ints
-    from bus.messages.policy import Activate, WeightManifest
+    from bus.messages.policy import WeightManifest
     from bus.messages.samples import RolloutDone, SampleTask, Sampling
     from bus.messages.versions import PolicyVersion
     from bus.server import EmbeddedRedis

@@ -27,8 +27,9 @@ from actors.partial.actor import PartialBuffer, PartialSpec
 from actors.runtime.context import Context
 from bus import Bus, BusConfig, Commit, Out, Reader
 from bus.knobs.live import LiveKnobs, publish_initial
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.base import pack_ints
-from bus.messages.policy import Activate, PolicyActive, WeightManifest
+from bus.messages.policy import WeightManifest
 from bus.messages.samples import RolloutDone, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion
 from bus.server import EmbeddedRedis

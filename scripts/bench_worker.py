@@ -47,8 +47,9 @@ from actors.runtime.loop import run_loop  # noqa: E402
 from actors.runtime.run import EXIT_DONE, run_actor  # noqa: E402
 from bus import Bus, BusConfig, Out  # noqa: E402
 from bus.knobs.live import publish_initial  # noqa: E402
+from bus.messages.active import Activate  # noqa: E402
 from bus.messages.base import pack_ints  # noqa: E402
-from bus.messages.policy import Activate, WeightManifest  # noqa: E402
+from bus.messages.policy import WeightManifest  # noqa: E402
 from bus.messages.samples import SampleTask, Sampling  # noqa: E402
 from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server import EmbeddedRedis, find_server  # noqa: E402

@@ -23,9 +23,10 @@ from actors.runtime.staleness import rule_of
 from actors.sampler.admission import engine_room, free_samples, open_limit
 from actors.sampler.progress import Progress
 from actors.trainer.cut import Part, cut
+from bus.messages.active import PolicyActive
 from bus.messages.base import pack_floats
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, part_key
-from bus.messages.policy import GroupsGivenUp, PolicyActive, StepDone
+from bus.messages.policy import GroupsGivenUp, StepDone
 from bus.messages.samples import Response, RolloutDone, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan, staleness
 from bus.streams.entry import Entry

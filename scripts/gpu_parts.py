@@ -30,9 +30,10 @@ from actors.generation.spec import GenerationSpec  # noqa: E402
 from actors.runtime.child import ArgValue, Child, free_port  # noqa: E402
 from bus import Bus, BusConfig, Commit, Out, Reader  # noqa: E402
 from bus.knobs.live import publish_initial  # noqa: E402
+from bus.messages.active import Activate  # noqa: E402
 from bus.messages.base import pack_ints  # noqa: E402
 from bus.messages.control import Event  # noqa: E402
-from bus.messages.policy import Activate, WeightManifest  # noqa: E402
+from bus.messages.policy import WeightManifest  # noqa: E402
 from bus.messages.samples import RolloutDone, SampleTask, Sampling  # noqa: E402
 from bus.messages.versions import PolicyVersion  # noqa: E402
 from bus.server.embedded import EmbeddedRedis  # noqa: E402

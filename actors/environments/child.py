@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from actors.runtime import sandbox_child
-from actors.runtime.hooks import load_hook
+from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.whole import said
 
 MEMORY_BYTES = 2 << 30
@@ -52,7 +52,7 @@ def serve(path: str, confined: bool) -> None:
                 environment = kind()
             value = environment.reset(argument) if verb == "begin" else environment.step(argument)
             if inspect.isawaitable(value):
-                value = loop.run_until_complete(_awaited(value))
+                value = loop.run_until_complete(awaited(value))
             worked, value = True, msgspec.Raw(msgspec.msgpack.encode(value))
         except BaseException as error:  # noqa: BLE001 - it is told where it was asked
             worked, value = False, said(error)
@@ -63,10 +63,6 @@ def _say(answers: BinaryIO, worked: bool, value: Any) -> None:
     body = msgspec.msgpack.encode([worked, value])
     answers.write(len(body).to_bytes(4, "little") + body)
     answers.flush()
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 if __name__ == "__main__":

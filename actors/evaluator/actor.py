@@ -26,10 +26,11 @@ from actors.runtime.readable import readable
 from actors.runtime.seeds import seed_for
 from bus import Commit, Entry, Guard, Out, Tail
 from bus.errors import Poison
+from bus.messages.active import PolicyActive
 from bus.messages.base import pack_ints
 from bus.messages.control import EvalDone
 from bus.messages.groups import index_of
-from bus.messages.policy import Finished, PolicyActive
+from bus.messages.policy import Finished
 from bus.messages.samples import Picture, RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY

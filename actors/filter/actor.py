@@ -62,11 +62,14 @@ class Filter:
         self._custom: Judge | None = None
         if spec.custom_filter:
             args = lambda: {**context.knobs.values, **spec.hook_values}  # noqa: E731
-            self._custom = judge_of(load_hook(spec.custom_filter, Judge), args, decoder_of(spec.model_dir))
+            self._custom = judge_of(load_hook(spec.custom_filter), args, decoder_of(spec.model_dir))
         self._table = GroupTable()
         self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
         self._said: Turned | None = None
-        self._all = AllSamples(context, spec) if spec.shows_all_to else None
+        self._all: AllSamples | None = None
+        if spec.shows_all_to:
+            path, deadline_s = spec.shows_all_to, spec.shows_all_for_s
+            self._all = AllSamples(context, path, deadline_s, values=spec.hook_values, model_dir=spec.model_dir)
         remedy = "Mend it, or choose another --dynamic-sampling-filter-path."
         self._raised = Row(context.clock.monotonic, "the filter", remedy, most=MOST_RAISED)
         context.noting = lambda: f"{self._table.n_samples} samples of {len(self._table)} groups in assembly"

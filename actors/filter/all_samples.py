@@ -5,18 +5,15 @@ It only looks: groups have gone on by then. Those that were judged before this a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actors.runtime.context import Context
 from actors.runtime.miles import Status, judged
 from actors.runtime.prompts import decoder_of
 from actors.runtime.whole import Whole, WholeFailed
 from bus.messages.samples import Scored
-
-if TYPE_CHECKING:
-    from actors.filter.actor import FilterSpec
 
 
 class NoBuffer:
@@ -27,12 +24,13 @@ class NoBuffer:
 
 
 class AllSamples:
-    """`judged`: what left the filter since it was told last, with the reason of a drop."""
+    """`judged`: what left the filter since it was told last, with the reason of a drop. `values`: on the function's `args`, beside
+    the settings."""
 
-    def __init__(self, context: Context, spec: FilterSpec) -> None:
-        self._context, self._values = context, spec.hook_values
-        self._decode = decoder_of(spec.model_dir)
-        self._call = Whole(context, "rollout_all_samples_process_path", spec.shows_all_to, spec.shows_all_for_s)
+    def __init__(self, context: Context, path: str, deadline_s: float, *, values: Mapping[str, Any], model_dir: str) -> None:
+        self._context, self._values = context, values
+        self._decode = decoder_of(model_dir)
+        self._call = Whole(context, "rollout_all_samples_process_path", path, deadline_s)
         self.judged: list[tuple[Sequence[Scored], str | None]] = []
 
     async def tell(self) -> None:

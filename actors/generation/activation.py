@@ -30,11 +30,7 @@ class WeightsUnusable(MilesAsyncError):
 
 
 class TransportFailed(MilesAsyncError):
-    """These weights did not arrive this way. `damaged`: the engine may hold a part of them."""
-
-    def __init__(self, text: str, *, damaged: bool) -> None:
-        super().__init__(text)
-        self.damaged = damaged
+    """These weights did not arrive this way. The engine may hold a part of them."""
 
 
 class NotCounted(MilesAsyncError):
@@ -94,9 +90,7 @@ class Loader:
                 async with asyncio.timeout(plan.deadline_s):
                     await self._news.wait()
             except TimeoutError:
-                raise TransportFailed(
-                    f"the trainer did not send version {version} within {plan.deadline_s:g} s", damaged=False
-                ) from None
+                raise TransportFailed(f"the trainer did not send version {version} within {plan.deadline_s:g} s") from None
         return True
 
     async def load(
@@ -121,7 +115,7 @@ class Loader:
                 else:
                     await engine.update_weights_from_distributed(bucket.tensors, plan.group, version)
         except RequestRefused as error:
-            raise TransportFailed(str(error), damaged=True) from error
+            raise TransportFailed(str(error)) from error
 
     async def compare(self, engine: Engine, plan: WeightPlan | None, label: str) -> Compared:
         """Load the same version from files and compare the engine's own checksums before and after. WeightsDiffer names the
@@ -151,7 +145,7 @@ class Loader:
         try:
             await self._join(engine, plan)
         except RequestRefused as error:
-            raise TransportFailed(str(error), damaged=False) from error
+            raise TransportFailed(str(error)) from error
 
     async def _join(self, engine: Engine, plan: WeightPlan) -> None:
         if self._group:

@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
 
 from actors.generation.engine import EngineUnavailable, RequestRefused
 from actors.generation.given import given_response
@@ -42,8 +41,9 @@ from bus import Commit, Entry, Out, Tail, ledger
 from bus.asides import put_aside, response_aside, response_whole
 from bus.errors import Transient
 from bus.inspect import wall_of
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.control import BOOTING
-from bus.messages.policy import Activate, PolicyActive, Sending, Turn
+from bus.messages.policy import Sending, Turn
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutDone, RolloutLost, SampleTask
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, ROLLOUTS
 
@@ -253,7 +253,7 @@ class Worker:
     async def _run_sample(self, entry: Entry, message: SampleTask | PrefixResume) -> None:
         context, programs = self._context, self._programs
         task = message.task if isinstance(message, PrefixResume) else message
-        if task.given_tokens is not UNSET:
+        if task.given_tokens is not msgspec.UNSET:
             await self._give(entry, task)
             return
         if isinstance(message, PrefixResume):

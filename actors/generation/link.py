@@ -43,7 +43,8 @@ from actors.runtime.fetch import FetchFailed
 from actors.runtime.host import shared_memory_name
 from actors.runtime.run import Refused
 from bus.errors import BadMessage, DeadlineExceeded
-from bus.messages.policy import Activate, WeightManifest
+from bus.messages.active import Activate
+from bus.messages.policy import WeightManifest
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
 from bus.plans import get_plan
@@ -303,12 +304,10 @@ class EngineLink:
         try:
             folder = await self._supply.bring(order, given_up)
         except (FetchFailed, BadMessage) as error:
-            raise TransportFailed(str(error), damaged=False) from error
+            raise TransportFailed(str(error)) from error
         except OSError as error:
             await self._context.clock.sleep(NO_ROOM_S)  # it is ordered again at once
-            raise TransportFailed(
-                f"no room for {order.manifest.n_bytes} bytes of weights: {error}", damaged=False
-            ) from error
+            raise TransportFailed(f"no room for {order.manifest.n_bytes} bytes of weights: {error}") from error
         return msgspec.structs.replace(order.manifest, path=str(folder))
 
     def _about(self) -> str:

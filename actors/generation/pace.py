@@ -17,7 +17,7 @@ from actors.generation.slots import Limits, Look, Slots
 from actors.runtime.context import Context
 from bus import Entry, Reader
 from bus.knobs.live import KnobValues
-from bus.messages.policy import PolicyActive
+from bus.messages.active import PolicyActive
 from bus.messages.samples import SampleTask
 from bus.topology import TAIL
 

@@ -35,7 +35,7 @@ from actors.generation.routing import read_routed
 from actors.generation.sglang_args import LOADER
 from actors.generation.sglang_calls import Calls, said
 from actors.generation.sglang_wire import body_of, decode_event, load_of, split
-from actors.runtime.content import floats_fit, ints_fit, logprobs_fault, tokens_fault
+from actors.runtime.arrays import floats_fit, ints_fit, logprobs_fault, tokens_fault
 from bus.errors import UNREADABLE
 from bus.messages.weights import Bucket, TensorMeta
 
@@ -74,7 +74,6 @@ class SGLangClient:
         self.base_url = base_url.rstrip("/")
         self._request_deadline_s = request_deadline_s
         self._token_deadline_s = token_deadline_s
-        self._control_deadline_s = control_deadline_s
         self._calls = Calls(self.base_url, deadline_s=control_deadline_s, token=token)
         self._lines = Lines(self.base_url, "/generate", connect_s=control_deadline_s, token=token)
         self._busy: set[Line] = set()

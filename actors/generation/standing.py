@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from bus.messages.policy import Activate, PolicyActive, Restored
+from bus.messages.active import Activate, PolicyActive
+from bus.messages.policy import Restored
 from bus.messages.versions import PolicyVersion
 
 Verdict = Literal["begin", "wait", "leave"]

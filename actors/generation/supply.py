@@ -19,7 +19,7 @@ from actors.runtime.context import Context
 from actors.runtime.depot import Depot
 from actors.runtime.fetch import Fetch, FetchFailed
 from actors.runtime.host import SHARED, place
-from bus.messages.policy import Activate
+from bus.messages.active import Activate
 from bus.private import private_directory
 
 KEPT = 2  # versions: the one served, and the one before, which the next host may still be fetching

@@ -49,13 +49,13 @@ def freshness_first(step: int, waiting: Sequence[Waiting]) -> list[Plan]:
 def restart_stale(step: int, waiting: Sequence[Waiting]) -> list[Plan]:
     """First in, first out, but a prefix whose every token is older than one step starts again."""
     return [
-        Plan(w.order, "restart" if _all_older(step, w.parked.response, 1) else "resume")
+        Plan(w.order, "restart" if _all_older(step, w.parked.response) else "resume")
         for w in sorted(waiting, key=lambda w: w.order)
     ]
 
 
-def _all_older(step: int, response: Response, bound: int) -> bool:
-    return bool(response.spans) and all(staleness(step, s.step) > bound for s in response.spans)
+def _all_older(step: int, response: Response) -> bool:
+    return bool(response.spans) and all(staleness(step, s.step) > 1 for s in response.spans)
 
 
 POLICIES: dict[str, BufferPolicy] = {

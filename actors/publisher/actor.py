@@ -31,20 +31,9 @@ from actors.runtime.fetch import Damaged
 from actors.runtime.logs import fold_log
 from actors.runtime.run import RunEnds
 from bus import Entry, Out, Tail
+from bus.messages.active import Activate, PolicyActive, Seat, Send
 from bus.messages.control import Event, Vitals
-from bus.messages.policy import (
-    Activate,
-    Finished,
-    PolicyActive,
-    PolicyAnnounced,
-    Restored,
-    Seat,
-    Send,
-    SendFailed,
-    StepDone,
-    WeightManifest,
-    WeightsReady,
-)
+from bus.messages.policy import Finished, PolicyAnnounced, Restored, SendFailed, StepDone, WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
 from bus.plans import version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
+from bus.messages.active import Seat
 from bus.messages.control import BOOTING, UNLENT, Event, Vitals
-from bus.messages.policy import Seat
 
 STRIKES = 2
 REFUSALS = 3

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from bus.messages.policy import PolicyActive, Seat, WeightManifest, WeightsReady
+from bus.messages.active import PolicyActive, Seat
+from bus.messages.policy import WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
 
 TRIES = 3  # files that are written anew for one version

@@ -29,8 +29,8 @@ class CodeScorer:
     name = NAME
     default_key = "score"
 
-    def __init__(self, width: int = 0) -> None:
-        self._sandbox = Sandbox(width=width)
+    def __init__(self) -> None:
+        self._sandbox = Sandbox()
 
     async def __aenter__(self) -> Self:
         return self

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
-from actors.runtime.hooks import load_hook
+from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.miles import reward_of
 from actors.runtime.priority import lower_to
 
@@ -105,14 +105,10 @@ def _score(hook: Hook, ask: Ask) -> Answer:
     try:
         value = hook(ask.sample)
         if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+            value = asyncio.run(awaited(value))
         return Answer(ask.number, plain(value))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - what a hook raises is its answer
         return _raised(ask, error)
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 async def _serve_async(hook: Hook, asks: BinaryIO, answers: BinaryIO) -> None:

@@ -7,24 +7,15 @@ fault is one line; the message is then dead-lettered and what waits for it is to
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import UNSET
 
-from bus.messages.base import Packed
+from actors.runtime.arrays import INT32, floats_fault, ids_fault
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.groups import GroupKept, GroupVerdict, index_of
-from bus.messages.policy import (
-    Activate,
-    GroupsGivenUp,
-    PolicyActive,
-    PolicyAnnounced,
-    Restored,
-    StepDone,
-    WeightsReady,
-)
+from bus.messages.policy import GroupsGivenUp, PolicyAnnounced, Restored, StepDone, WeightsReady
 from bus.messages.samples import (
     Parked,
     PrefixDropped,
@@ -39,11 +30,7 @@ from bus.messages.versions import spans_cover
 from bus.streams.entry import Entry
 
 MOST_SAMPLES = 1_000_000  # of one group or evaluation; bit masks and tables are made over indexes
-LOGPROB_LOW, LOGPROB_HIGH = -1e30, 0.01  # outside of these a float32 log-probability is none; rounding may lift it above 0
 LARGEST_REWARD = 3e38  # of float32, in which advantages are trained
-INT32 = 1 << 31
-MOST_LANES = 1 << 20  # bytes looked at as one number: what is kept to look with is as large
-_TOO_LOW, _TOO_HIGH = (struct.unpack("<I", struct.pack("<f", abs(x)))[0] + 1 for x in (LOGPROB_LOW, LOGPROB_HIGH))
 
 
 def fault_of(message: Any, vocabulary: int = 0) -> str:
@@ -74,59 +61,6 @@ def fault_of(message: Any, vocabulary: int = 0) -> str:
     return ""
 
 
-def tokens_fault(ids: Sequence[int], vocabulary: int = 0) -> str:
-    """Why these are no token ids."""
-    if ids and (min(ids) < 0 or max(ids) >= (vocabulary or INT32)):
-        bad = next(i for i in ids if not 0 <= i < (vocabulary or INT32))
-        return f"token id {bad} is outside the vocabulary" + (f" of {vocabulary}" if vocabulary else "")
-    return ""
-
-
-def logprobs_fault(values: Sequence[float | None]) -> str:
-    """Why these are no log-probabilities."""
-    try:
-        fine = not values or (min(values) > LOGPROB_LOW and max(values) <= LOGPROB_HIGH and math.isfinite(sum(values)))  # type: ignore
-    except TypeError:  # None among them
-        fine = False
-    if fine:
-        return ""
-    return f"log-probability {next(v for v in values if v is None or not LOGPROB_LOW < v <= LOGPROB_HIGH)}"
-
-
-def ints_fit(packed: Packed | bytes, vocabulary: int = 0) -> bool:
-    """Whether each int32 can be a token id, without a look at one after the other: added to as many lanes of one large number,
-    what is missing to 2**31 sets the lane's top bit where an id is too large; a negative one has it already."""
-    if len(packed) > MOST_LANES:
-        return all(ints_fit(packed[at : at + MOST_LANES], vocabulary) for at in range(0, len(packed), MOST_LANES))
-    lanes, ids = _lanes(len(packed) // 4), int.from_bytes(packed, "little")
-    return not (ids | ids + lanes * (INT32 - (vocabulary or INT32))) & (lanes << 31)
-
-
-def floats_fit(packed: Packed | bytes) -> bool:
-    """The same of float32 log-probabilities: without their signs, the bits of floats are ordered as the floats are."""
-    if len(packed) > MOST_LANES:
-        return all(floats_fit(packed[at : at + MOST_LANES]) for at in range(0, len(packed), MOST_LANES))
-    lanes, bits = _lanes(len(packed) // 4), int.from_bytes(packed, "little")
-    tops = lanes << 31
-    negative = bits & tops
-    sizes = bits ^ negative
-    if sizes + lanes * (INT32 - _TOO_LOW) & tops:
-        return False
-    return negative == tops or not (sizes + lanes * (INT32 - _TOO_HIGH) & tops) & ~negative
-
-
-@lru_cache(maxsize=16)  # chunks are of one size, mostly
-def _lanes(n: int) -> int:
-    """1 in each of `n` lanes of 32 bits."""
-    power = (n - 1).bit_length() if n else 0
-    return _power_of_lanes(power) >> 32 * ((1 << power) - n)
-
-
-@cache
-def _power_of_lanes(power: int) -> int:
-    return int.from_bytes(b"\1\0\0\0" * (1 << power), "little")
-
-
 def response_fault(response: Response, vocabulary: int = 0) -> str:
     """Why tokens, log-probs, mask and spans do not make a response."""
     n, rest = divmod(len(response.tokens), 4)
@@ -141,23 +75,13 @@ def response_fault(response: Response, vocabulary: int = 0) -> str:
         if not span.made and any(response.loss_mask[at : at + span.n]):
             return f"tokens of an environment shall be trained, from {at} on"
         at += span.n
-    return _ids_fault(response.tokens, vocabulary) or _floats_fault(response.logprobs)
-
-
-def _ids_fault(packed: Packed, vocabulary: int) -> str:
-    if len(packed) % 4:
-        return f"{len(packed)} bytes of token ids are no whole number of int32"
-    return "" if ints_fit(packed, vocabulary) else tokens_fault(packed.cast("i").tolist(), vocabulary)
-
-
-def _floats_fault(packed: Packed) -> str:
-    return "" if floats_fit(packed) else logprobs_fault(packed.cast("f").tolist())
+    return ids_fault(response.tokens, vocabulary) or floats_fault(response.logprobs)
 
 
 def _strands(rollout: RolloutDone, vocabulary: int) -> str:
     for strand in rollout.strands:
         known = strand.prompt_tokens is rollout.task.prompt_tokens
-        fault = "" if known else _ids_fault(strand.prompt_tokens, vocabulary)
+        fault = "" if known else ids_fault(strand.prompt_tokens, vocabulary)
         if fault := fault or response_fault(strand.response, vocabulary):
             return fault
     return ""
@@ -185,7 +109,7 @@ def lost_of(entry: Entry, message: Any, error: str) -> RolloutLost | None:
         return message
     rollout = message.rollout if isinstance(message, Scored) else message
     task = rollout if isinstance(rollout, SampleTask) else getattr(rollout, "task", None)
-    tokens = header_number(entry, "tokens")
+    tokens = header_tokens(entry)
     if isinstance(task, SampleTask) and not _name(task.sample_id, task.group_id):
         return RolloutLost(
             sample_id=task.sample_id,
@@ -205,9 +129,9 @@ def lost_of(entry: Entry, message: Any, error: str) -> RolloutLost | None:
     )
 
 
-def header_number(entry: Entry, field: str) -> int:
-    """A number from an entry's readable fields; 0 when it is missing or no number (headers come from outside too)."""
-    text = entry.fields.get(field, "")
+def header_tokens(entry: Entry) -> int:
+    """Tokens by an entry's readable fields; 0 when they do not tell or it is no number (headers come from outside too)."""
+    text = entry.fields.get("tokens", "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
 
 
@@ -226,9 +150,9 @@ def _task(task: SampleTask, vocabulary: int) -> str:
             return "a given response and its mask are not of one length"
         if set(task.given_mask) - {0, 1}:
             return "a mask of a given response holds what is neither 0 nor 1"
-        if fault := _ids_fault(task.given_tokens, vocabulary):
+        if fault := ids_fault(task.given_tokens, vocabulary):
             return fault
-    return _ids_fault(task.prompt_tokens, vocabulary)
+    return ids_fault(task.prompt_tokens, vocabulary)
 
 
 def _group(group: GroupKept, vocabulary: int) -> str:
@@ -251,7 +175,7 @@ def _teacher(scored: Scored) -> str:
         return ""
     if len(taught) != len(scored.rollout.response.tokens):
         return f"{len(taught)} bytes of teacher's log-probs for {scored.rollout.response.n_tokens} tokens"
-    fault = _floats_fault(taught)
+    fault = floats_fault(taught)
     return f"of the teacher: {fault}" if fault else ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from actors.runtime.run import Refused
 
 
-def load_hook(path: str, kind: Any = None) -> Any:
+def load_hook(path: str) -> Any:
     """The function named by `path`; Refused names what is missing. Its bytecode is not kept: Python would take it for a file that
     was changed in the same second without growing."""
     kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -39,3 +39,8 @@ def load_hook(path: str, kind: Any = None) -> Any:
     if not callable(hook):
         raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
     return hook
+
+
+async def awaited(value: Any) -> Any:
+    """What came of a hook's awaitable, as a coroutine: a loop runs no other kind to its end."""
+    return await value

@@ -12,9 +12,9 @@ from bus import Bus
 from bus.errors import UNREADABLE, BadMessage
 from bus.identity import Identity, read_identity
 from bus.inspect import Head, StreamFacts, newest_heads, stream_facts
+from bus.messages.active import PolicyActive
 from bus.messages.control import EvalDone, Vitals
 from bus.messages.groups import OpenGroup
-from bus.messages.policy import PolicyActive
 from bus.streams.hop import id_key
 from bus.topology import ACTIVE, EVAL_RESULTS, POLICY, ROLES
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.runtime.context import Context
-from actors.runtime.hooks import load_hook
+from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.refusals import Row, RunEnds
 
 MOST_FAILED = 3  # in a row
@@ -90,17 +90,13 @@ def _run(hook: Any, args: tuple[Any, ...], done: Future[Any], waits: bool = True
     try:
         found = hook(*args)
         if waits and inspect.isawaitable(found):
-            found = asyncio.run(_awaited(found))
+            found = asyncio.run(awaited(found))
     except BaseException as error:  # noqa: BLE001 - it is told where it is waited for
         if not done.cancelled():
             done.set_exception(error)
         return
     if not done.cancelled():
         done.set_result(found)
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
 
 
 def said(error: BaseException, deadline_s: Any = None) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bus.messages.active import PolicyActive
 from bus.messages.groups import GroupVerdict, OpenGroup, index_of
-from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, PolicyActive, Restored, StepDone
+from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, Restored, StepDone
 
 
 class Progress:

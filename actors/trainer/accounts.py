@@ -88,8 +88,6 @@ def inside_of(group: GroupKept, among: Mapping[str, Consumed]) -> Consumed | Non
     keys = (group.group_id, *(part_key(group.group_id, (i,)) for i in range(min(n, MOST_PARTS))))
     known = [among[key] for key in keys if key in among]
     own = among.get(group.key)
-    if own is not None and not own.members:
-        return own  # all of the entry, in a checkpoint of a former release
     held = sorted(by_index.keys() & {i for item in known for i in item.members})
     if not held or (own is not None and held == sorted(own.members)):
         return own if held else None

@@ -40,7 +40,7 @@ class Consumed(msgspec.Struct, frozen=True):
     tokens: int
     masked_tokens: int
     versions: tuple[tuple[int, int], ...] = ()  # trained tokens by policy version
-    members: tuple[int, ...] = ()  # indexes of these samples; empty = all of the entry, in checkpoints of former releases
+    members: tuple[int, ...] = ()  # indexes of these samples
     aged: dict[str, tuple[int, int]] = {}  # reason -> samples and tokens over the staleness bound
     rewards: tuple[float, ...] = ()  # by member, where only a part of the entry was trained
 
@@ -50,7 +50,7 @@ class Consumed(msgspec.Struct, frozen=True):
 
     def with_more(self, other: Consumed) -> Consumed:
         """Both together, for samples of one entry that were trained in several steps; the same samples count once."""
-        if not other.members or set(other.members) <= set(self.members):
+        if set(other.members) <= set(self.members):
             return self
         aged = dict(self.aged)
         for reason, (samples, tokens) in other.aged.items():
@@ -162,7 +162,7 @@ def resume_point(load: str, save: str, step: int | None) -> tuple[Path, int] | N
     return None if found is None else (parent, found)
 
 
-def read_bus_state(save: Path, step: int, *, run: str, fingerprint: str) -> BusState:
+def read_bus_state(save: Path, step: int, *, fingerprint: str) -> BusState:
     """The bus state of one checkpoint; CheckpointRefused when it is damaged or of other settings."""
     file = bus_state_file(save, step)
     try:

@@ -39,9 +39,10 @@ from actors.trainer.transports.flat import NamedTensors, spoken
 from actors.trainer.transports.nccl import GroupBroken, in_daemon
 from actors.trainer.transports.senders import Senders
 from bus import Entry, Out, Tail
+from bus.messages.active import Send
 from bus.messages.base import Message
 from bus.messages.control import Event
-from bus.messages.policy import PolicyAnnounced, Send, SendFailed, Sending, WeightManifest, WeightsReady
+from bus.messages.policy import PolicyAnnounced, SendFailed, Sending, WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
 from bus.plans import put_plan, version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from actors.runtime.consume import Consumer
-from actors.runtime.content import header_number
+from actors.runtime.content import header_tokens
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.accounts import Trained, booked, inside_of, remaining
@@ -151,7 +151,7 @@ class Intake:
         return Commit(
             append=(Out(POLICY, given_up),),
             close_groups=(key,),
-            ledger=ledger.dropped(MALFORMED, len(opened.indexes), header_number(entry, "tokens")),
+            ledger=ledger.dropped(MALFORMED, len(opened.indexes), header_tokens(entry)),
         )
 
     async def give_up(self, drops: tuple[tuple[str, str], ...], *, reissue: bool) -> None:

@@ -132,7 +132,7 @@ async def _loaded(
         if begins is None:
             return parent, None
         parent, step = begins
-        state = read_bus_state(parent, step, run=context.bus.config.run, fingerprint=spec.fingerprint)
+        state = read_bus_state(parent, step, fingerprint=spec.fingerprint)
         left_out = {"optim": spec.no_load_optim, "rng": spec.no_load_rng}
         own = parent.absolute() == Path(spec.save).absolute()
         drops = tuple(name for name, out in left_out.items() if out and not own)

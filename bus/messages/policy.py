@@ -1,4 +1,4 @@
-"""What the trainer and the publisher tell everyone about the policy."""
+"""What the trainer tells everyone about the policy: versions, steps, checkpoints, whose turn it is. Stream `policy`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import msgspec
 from bus.messages.base import Header, Message, Packed
 from bus.messages.samples import Mark, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
-from bus.messages.weights import Parcel
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
     """Where a version's weights lie and how to verify them. Transport nccl or ipc: its plan (bus.plans); without one the trainer
-    on `host` holds the version and has not been asked to send it yet. network: files that are fetched, see Activate."""
+    on `host` holds the version and has not been asked to send it yet. network: files that are fetched, see active.Activate."""
 
     transport: str = "disk"
     path: str = ""  # disk: directory with safetensors files, for who sees the memory of the trainer's host
@@ -226,59 +225,3 @@ class Finished(Message, frozen=True, kw_only=True, tag="policy.finished"):
 
     def header(self) -> Header:
         return Header(id="finished", version=self.version.id)
-
-
-class Seat(msgspec.Struct, frozen=True):
-    """An engine that can be sent to: its GPUs (ranks in a broadcast group), its host, and which incarnation it is: an engine
-    that was away is in no group any more."""
-
-    worker: str
-    gpus: int = 1
-    host: str = ""
-    stint: str = ""
-
-
-class Send(Message, frozen=True, kw_only=True, tag="active.send"):
-    """Bring this version to these engines. publisher -> trainer, which answers `WeightsReady` or `SendFailed`.
-
-    `transport` disk: write whole files, anew where `attempt` is higher than that of those written. nccl, ipc: said once for a
-    version, and again with those that are left when an engine was lost; a trainer that has begun to send goes on with the rest.
-    """
-
-    version: PolicyVersion
-    transport: str
-    seats: tuple[Seat, ...] = ()
-    attempt: int = 0
-
-    def header(self) -> Header:
-        return Header(id=f"send{self.version.id}", version=self.version.id, note=self.transport)
-
-
-class Activate(Message, frozen=True, kw_only=True, tag="active.order"):
-    """Serve this version. publisher -> generation. `workers` empty = all. Transport network: fetch the `parcel` from the first
-    of `sources` that has it; a source without a host is on that of the bus."""
-
-    version: PolicyVersion
-    manifest: WeightManifest
-    mode: str = "retract"
-    workers: tuple[str, ...] = ()
-    parcel: Parcel | None = None
-    sources: tuple[str, ...] = ()
-
-    def header(self) -> Header:
-        number = self.version.id
-        return Header(id=f"activate{number}", version=number, note=self.mode, plan=self.manifest.plan)
-
-
-class PolicyActive(Message, frozen=True, kw_only=True, tag="active.state"):
-    """Who serves what. publisher -> sampler, evaluator, generation. Written whenever it changes, by more than a tenth in the
-    case of `slots`."""
-
-    version: PolicyVersion  # newest version active on at least one engine
-    serving: dict[str, int] = {}  # worker -> version id
-    slots: dict[str, int] = {}  # worker -> samples it takes at once; a worker that is missing takes the knob's number
-    masked_fraction: float = 0.0  # of the tokens of batch `masked_step`, those over the staleness bound
-    masked_step: int = -1  # newest training step done; -1 = none yet
-
-    def header(self) -> Header:
-        return Header(id=f"active{self.version.id}", version=self.version.id, note=f"engines={len(self.serving)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -227,9 +227,9 @@ class Bus:
         body = entry.body or (await self.blobs.get(entry.blob) if entry.blob else b"")
         return self._decoders[entry.stream.name].decode(body)
 
-    async def make_readers(self, streams: Iterable[Stream] = STREAMS) -> None:
+    async def make_readers(self) -> None:
         """Create every consumer group at id 0 (existing ones stay as they are)."""
-        for stream in streams:
+        for stream in STREAMS:
             for readers in stream.readers:
                 await self.ensure_readers(stream, readers)
 

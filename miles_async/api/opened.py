@@ -7,7 +7,7 @@ makes its own connection, and ends it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,9 +104,7 @@ class Run:
         elif eval_set is not None:
             raise SettingsError("samples of evaluations lie in the run's folder", remedy="Open the run on its host.")
         else:
-            found = (
-                _without(record, "kind", "entry", "wall") for record in self._records() if record["kind"] == "sample"
-            )
+            found = (_without(r, "kind", "entry", "wall") for r in self._records() if r["kind"] == "sample")
         return _table(sample for sample in found if step in (None, sample.get("step")))
 
     def ledger(self, by: str = "reason") -> Row:
@@ -135,7 +133,7 @@ class Run:
         resume it."""
         from miles_async.cli.stop import stop
 
-        return _sync(lambda: stop(self._now(), wait_s)) == 0
+        return _sync(stop(self._now(), wait_s)) == 0
 
     def _now(self) -> RunRef:
         """Where it is now: a run that was started again may have another address."""
@@ -150,7 +148,7 @@ class Run:
             async with attached(self._now(), look=look) as bus:
                 return await body(bus)
 
-        return _sync(go)
+        return _sync(go())
 
     def _records(self) -> list[Row]:
         """The run's record, from its folder or else from the logs on its bus, which hold the newest part."""
@@ -206,14 +204,10 @@ class Knobs:
         return self._run._ask(read_history)
 
 
-def _sync(make: Callable[[], Awaitable[T]]) -> T:
-    """Run a coroutine to its end on a thread of its own, so that a loop that runs in this one (a notebook's) does not matter."""
-
-    async def body() -> T:
-        return await make()
-
+def _sync(work: Coroutine[Any, Any, T]) -> T:
+    """Run it to its end on a thread of its own, so that a loop that runs in this one (a notebook's) does not matter."""
     with ThreadPoolExecutor(1, "miles-async") as threads:
-        return threads.submit(lambda: asyncio.run(body())).result()
+        return threads.submit(asyncio.run, work).result()
 
 
 def _table(rows: Iterator[Row]) -> Table:

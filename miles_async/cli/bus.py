@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
                 return await verbs.export(bus, stream, args.out, where=where, decode=decoder(ref) if args.text else None)
             case "lag":
                 return await verbs.lag(bus, as_json=args.as_json)
-        return await verbs.dead(bus, args.act, getattr(args, "id", ""), as_json=args.as_json)
+        from miles_async.cli.bus_dead import dead
+
+        return await dead(bus, args.act, getattr(args, "id", ""), as_json=args.as_json)
 
     try:
         return on_bus(args, body, look=args.verb != "dead" or args.act == "list")

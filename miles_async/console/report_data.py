@@ -1,4 +1,4 @@
-"""What the report's script shows of one run, as plain values: tables of numbers of a bounded length, events and samples (pure but
+"""What the report's script shows of one run, as plain values: tables of numbers of a bounded length, and events (pure but
 for the reading of the run's folder).
 
 A table has x columns (`step`, `wall`, `samples` trained), and columns of numbers. Where there are more rows than points, a point is
@@ -20,10 +20,10 @@ import msgspec
 from actors.recorder.file import stream_records
 from actors.recorder.history import History, Step
 from actors.recorder.records import Record
-from actors.recorder.samples import FILE, OLDER, read_samples
 from actors.runtime.readable import bounded
 from actors.trainer.spread import BORN, LENGTH, STRAGGLER
 from miles_async.console.figures import DROPPED, derived
+from miles_async.console.report_samples import samples_of
 from miles_async.console.text import knob_text
 from miles_async.console.whatif.observed import Spread
 
@@ -33,23 +33,9 @@ LEAST_POINTS, MOST_POINTS = 200, 1500  # of one table
 MOST_OF_OTHERS = 400  # points of a host, of an evaluation
 MOST_EVENTS = 400  # of one kind
 SAMPLES_BYTES = 3_000_000
-TEXT_CHARS = 3_000  # of a prompt, a response or a turn
-SPREAD_STEPS = 64
+SPREAD_STEPS, SPREAD_POINTS = 64, 200
 LEAST = 0.002  # share of samples: below this the quantiles of a step say nothing
 COUNTED = (DROPPED, f"{BORN}/")
-SHOWN_SAMPLE = (
-    "sample",
-    "step",
-    "reward",
-    "rewards",
-    "label",
-    "version",
-    "tokens",
-    "finish",
-    "prompt",
-    "response",
-    "turns",
-)
 Table = dict[str, Any]
 
 
@@ -108,7 +94,7 @@ def data_of(run: Run, runs: int = 1) -> dict[str, Any]:
             for source, rows in run.system.items()
         },
         "spreads": spreads(history),
-        "samples": samples_of(run, SAMPLES_BYTES // max(1, runs)),
+        "samples": samples_of(run.dir, run.history.samples, SAMPLES_BYTES // max(1, runs)),
     }
 
 
@@ -229,56 +215,10 @@ def spreads(history: History) -> dict[str, list[list[float]]]:
     return {name: exceeded(all_of) for name, all_of in found.items() if all_of}
 
 
-def exceeded(all_of: Sequence[Spread], points: int = 200) -> list[list[float]]:
+def exceeded(all_of: Sequence[Spread]) -> list[list[float]]:
     """[values, share of samples above them] over several spreads together, from 0 to where that is below LEAST."""
     top = max(s.at(1.0) for s in all_of)
-    xs = [top * i / points for i in range(points)]
+    xs = [top * i / SPREAD_POINTS for i in range(SPREAD_POINTS)]
     ys = [1 - sum(s.below(x) for s in all_of) / len(all_of) for x in xs]
-    shown = next((i for i, y in enumerate(ys) if y < LEAST), points)
-    return [[*xs[:shown], xs[shown] if shown < points else top], [*ys[:shown], LEAST]]
-
-
-def samples_of(run: Run, n_bytes: int) -> list[dict[str, Any]]:
-    """What the policy wrote, in at most about so many bytes: looks (steps at which samples were kept) spread over the run, the
-    newest among them."""
-    looks: dict[int, list[dict[str, Any]]] = {}
-    for sample in _kept(run):
-        looks.setdefault(int(sample["step"]), []).append(sample)
-    sizes = {step: len(msgspec.json.encode(found)) for step, found in looks.items()}
-    every, newest_first = 1, sorted(looks, reverse=True)
-    while every < len(looks) and sum(sizes[step] for step in newest_first[::every]) > n_bytes:
-        every += 1
-    chosen, left = [], n_bytes
-    for step in newest_first[::every]:
-        for sample in looks[step]:
-            left -= len(msgspec.json.encode(sample))
-            if left >= 0:
-                chosen.append(sample)
-    return chosen
-
-
-def _kept(run: Run) -> Iterator[dict[str, Any]]:
-    """Those of the files of samples; of a run without, those that were news. What is none of ours is left out."""
-    found = False
-    for source in (read_samples((run.dir / OLDER, run.dir / FILE)), run.history.samples):
-        for sample in () if found and source is run.history.samples else source:
-            try:
-                yield _bounded(sample)
-                found = True
-            except (KeyError, TypeError, ValueError, AttributeError):
-                continue
-
-
-def _bounded(sample: dict[str, Any]) -> dict[str, Any]:
-    shown = {name: sample[name] for name in SHOWN_SAMPLE if name in sample}
-    shown |= {"step": int(sample["step"]), "reward": float(sample["reward"]), "tokens": int(sample.get("tokens", 0))}
-    shown["rewards"] = {str(name): float(value) for name, value in sample.get("rewards", {}).items()}
-    for name in ("label", "prompt", "response"):
-        shown[name] = bounded(str(shown.get(name, "")), TEXT_CHARS)
-    if isinstance(shown.get("turns"), list):
-        said = [turn for turn in shown["turns"] if isinstance(turn, dict)]
-        shown["turns"] = [
-            {"by": str(t.get("by", "")), "text": bounded(str(t.get("text", "")), TEXT_CHARS)} for t in said
-        ]
-        shown.pop("response")  # it is the turns together
-    return shown
+    shown = next((i for i, y in enumerate(ys) if y < LEAST), SPREAD_POINTS)
+    return [[*xs[:shown], xs[shown] if shown < SPREAD_POINTS else top], [*ys[:shown], LEAST]]

@@ -13,14 +13,12 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True):
 
     software: str = "redis"
     version: str = ""
-    uptime_s: int = 0
     used_memory: int = 0
     max_memory: int = 0
     eviction: str = "noeviction"
     role: str = "master"
     aof: str = ""
     snapshot_ok: bool = True
-    total_memory: int = 0
 
     @property
     def memory_share(self) -> float:
@@ -42,14 +40,12 @@ def parse_info(text: str) -> ServerState:
     return ServerState(
         software="valkey" if "valkey_version" in pairs else "redis",
         version=pairs.get("valkey_version", pairs.get("redis_version", "")),
-        uptime_s=_whole(pairs.get("uptime_in_seconds")),
         used_memory=_whole(pairs.get("used_memory")),
         max_memory=_whole(pairs.get("maxmemory")),
         eviction=pairs.get("maxmemory_policy", "noeviction"),
         role=pairs.get("role", "master"),
         aof=aof,
         snapshot_ok=pairs.get("rdb_last_bgsave_status", "ok") == "ok",
-        total_memory=_whole(pairs.get("total_system_memory")),
     )
 
 

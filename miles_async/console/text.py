@@ -62,13 +62,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence
     return "\n".join(lines)
 
 
-def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """At most `width` bars: means over equal stretches of `values`, scaled from `low` to `high` (default: their range)."""
+def sparkline(values: Sequence[float], width: int) -> str:
+    """At most `width` bars: means over equal stretches of `values`, scaled to their range."""
     if not values or width <= 0:
         return ""
     points = compress(values, width)
-    bottom = min(points) if low is None else low
-    top = max(points) if high is None else high
+    bottom, top = min(points), max(points)
     if top <= bottom:
         return BARS[0] * len(points)
     last = len(BARS) - 1

@@ -15,7 +15,7 @@ from actors.recorder.history import history_of
 from bus import Bus
 from bus.dead import drop, find_letter, read_letters, retry
 from bus.knobs.live import propose, read_history, revert
-from miles_async.cli.bus_verbs import letter_json
+from miles_async.cli.bus_dead import letter_json
 from miles_async.cli.samples import choose, kept
 from miles_async.cli.tune import author, changes_text, document, shown_value
 from miles_async.console.trace import known

@@ -16,7 +16,7 @@ from actors.publisher.actor import PublisherSpec
 from actors.recorder.actor import RecorderSpec
 from actors.recorder.exporter import ExporterSpec
 from actors.recorder.tracker_kinds import TrackerSpec, installed
-from actors.reward.actor import RewardSpec
+from actors.reward.spec import RewardSpec
 from actors.runtime.context import ActorSpec
 from actors.runtime.prompts import DataSpec
 from actors.sampler.actor import SamplerSpec

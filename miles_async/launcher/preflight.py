@@ -18,8 +18,8 @@ from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.memory import check_memory
 from miles_async.settings.checks import check_model, check_trackers, model_context
 from miles_async.settings.errors import Refusals, SettingsError, nearest
+from miles_async.settings.programs import check_programs
 from miles_async.settings.run import RunSettings
-from miles_async.settings.serving import check_programs
 
 Probe = Callable[[RunSettings], None]
 CountTokens = Callable[[Any, Sequence[Any] | None], int]

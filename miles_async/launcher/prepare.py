@@ -264,7 +264,7 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
     notes += move_tracker(settings)
     state: BusState | None = None
     if (begins := resumes_from(settings)) is not None:
-        state = read_bus_state(*begins, run=settings.launch.name, fingerprint=place.fingerprint)
+        state = read_bus_state(*begins, fingerprint=place.fingerprint)
     await claim_identity(bus, settings, place)
     if state is not None and begins is not None and (why := await go_back(bus, begins[0], state, saved=saved)):
         notes.append(why)

@@ -12,11 +12,12 @@ import msgspec
 from actors.runtime.content import fault_of
 from bus import Bus, Commit, Out, Stream
 from bus.errors import BadMessage
+from bus.messages.active import PolicyActive
 from bus.messages.base import Message, pack_floats, pack_ints
 from bus.messages.codec import Decoder, encode
 from bus.messages.control import Event
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup
-from bus.messages.policy import PolicyActive, PolicyAnnounced, StepDone, WeightManifest
+from bus.messages.policy import PolicyAnnounced, StepDone, WeightManifest
 from bus.messages.samples import (
     Parked,
     PrefixDropped,

@@ -6,8 +6,9 @@ import pytest
 
 from actors.sampler.admission import engine_room, free_samples, open_limit, whole_groups
 from actors.sampler.progress import Progress
+from bus.messages.active import PolicyActive
 from bus.messages.groups import GroupVerdict, OpenGroup
-from bus.messages.policy import GroupsGivenUp, PolicyActive, Restored, StepDone
+from bus.messages.policy import GroupsGivenUp, Restored, StepDone
 from bus.messages.versions import PolicyVersion
 
 N = 4

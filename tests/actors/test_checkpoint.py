@@ -103,9 +103,9 @@ def test_a_run_that_went_back_keeps_the_checkpoint_it_has_just_written(tmp_path:
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    assert read_bus_state(tmp_path, 1, run="r", fingerprint="f") == state(1)
+    assert read_bus_state(tmp_path, 1, fingerprint="f") == state(1)
     with pytest.raises(CheckpointRefused, match="other data or group settings"):
-        read_bus_state(tmp_path, 1, run="r", fingerprint="other")
+        read_bus_state(tmp_path, 1, fingerprint="other")
 
 
 @pytest.mark.parametrize("text", ["", "12x", "-1"])

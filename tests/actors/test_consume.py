@@ -10,8 +10,8 @@ import pytest
 
 from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as partial
-from actors.reward.actor import RewardSpec
 from actors.reward.actor import run as reward
+from actors.reward.spec import RewardSpec
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.refusals import Row, RunEnds

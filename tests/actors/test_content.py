@@ -7,7 +7,7 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from actors.runtime.content import INT32, LOGPROB_HIGH, MOST_LANES, floats_fit, ints_fit, logprobs_fault, tokens_fault
+from actors.runtime.arrays import INT32, LOGPROB_HIGH, MOST_LANES, floats_fit, ints_fit, logprobs_fault, tokens_fault
 from bus.messages.base import pack_floats, pack_ints
 
 ids = st.integers(-INT32, INT32 - 1) | st.integers(-2, 70)

@@ -18,9 +18,10 @@ from actors.evaluator.schedule import Issued, due, result
 from actors.recorder.history import History, history_of
 from actors.recorder.records import records_of
 from bus import Bus
+from bus.messages.active import PolicyActive
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.control import EvalDone
-from bus.messages.policy import Finished, PolicyActive
+from bus.messages.policy import Finished
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY

@@ -28,7 +28,8 @@ from actors.runtime.fetch import Damaged, Fetch, FetchFailed, pack_parcel
 from actors.runtime.host import place
 from bus.errors import BadMessage
 from bus.knobs.live import LiveKnobs
-from bus.messages.policy import Activate, WeightManifest
+from bus.messages.active import Activate
+from bus.messages.policy import WeightManifest
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import Parcel
 from tests.actors.house import open_bus

@@ -19,8 +19,8 @@ from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as partial
 from actors.publisher.actor import PublisherSpec
 from actors.publisher.actor import run as publisher
-from actors.reward.actor import RewardSpec
 from actors.reward.actor import run as reward
+from actors.reward.spec import RewardSpec
 from actors.runtime.context import Context
 from actors.runtime.logs import LETTERS
 from actors.sampler.actor import SamplerSpec
@@ -30,9 +30,10 @@ from actors.trainer.spec import TrainerSpec
 from bus import Bus, Stream
 from bus.errors import BadMessage
 from bus.ledger import check
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.base import Message
 from bus.messages.groups import GroupKept, GroupVerdict
-from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, StepDone, WeightManifest
+from bus.messages.policy import PolicyAnnounced, StepDone, WeightManifest
 from bus.messages.samples import Parked, PrefixDropped, RolloutLost
 from bus.messages.versions import PolicyVersion
 from bus.topology import (

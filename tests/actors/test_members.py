@@ -10,8 +10,9 @@ import pytest
 from actors.publisher.members import ASIDE_S, REFUSALS, Members
 from actors.publisher.plan import TRIES, Target, Ways, choose_ways
 from actors.trainer.transports.nccl import first_ranks
+from bus.messages.active import Seat
 from bus.messages.control import BOOTING, UNLENT, Event, Vitals
-from bus.messages.policy import Seat, WeightManifest, WeightsReady
+from bus.messages.policy import WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
 
 V7 = PolicyVersion(id=7, step=6)

@@ -22,9 +22,10 @@ from actors.runtime.vision import MOST_BYTES, Vision
 from actors.sampler.actor import SamplerSpec, run
 from bus import Commit
 from bus.errors import Poison
+from bus.messages.active import PolicyActive
 from bus.messages.base import pack_ints, unpack_ints
 from bus.messages.groups import OpenGroup
-from bus.messages.policy import Checkpointed, PolicyActive
+from bus.messages.policy import Checkpointed
 from bus.messages.samples import Picture, SampleTask
 from bus.messages.versions import PolicyVersion
 from bus.sweep import sweep_orphans

@@ -18,17 +18,9 @@ from actors.publisher.actor import PublisherSpec, run
 from actors.publisher.plan import next_wave, worth_saying
 from actors.runtime.fetch import pack_parcel
 from bus import Bus
+from bus.messages.active import Activate, PolicyActive, Send
 from bus.messages.control import BOOTING, Event, Vitals
-from bus.messages.policy import (
-    Activate,
-    PolicyActive,
-    PolicyAnnounced,
-    Restored,
-    Send,
-    StepDone,
-    WeightManifest,
-    WeightsReady,
-)
+from bus.messages.policy import PolicyAnnounced, Restored, StepDone, WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
 from bus.plans import version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY

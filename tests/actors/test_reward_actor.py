@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from actors.reward.actor import RewardSpec, dead, run
+from actors.reward.actor import dead, run
+from actors.reward.spec import RewardSpec
 from actors.runtime.context import Context
 from actors.runtime.run import Refused
 from bus import Bus, Entry, Out
@@ -101,9 +102,8 @@ async def scored_and_lost(bus: Bus, count: int) -> dict[str, Scored | RolloutLos
         return found if len(found) >= count else []
 
     found = await until(enough, deadline_s=40.0)
-    assert len(found) == count
     by_id = {m.sample_id if isinstance(m, RolloutLost) else m.rollout.task.sample_id: m for m in found}
-    assert len(by_id) == count
+    assert len(found) == len(by_id) == count
     assert await bus.length(ROLLOUTS) == 0
     return by_id
 

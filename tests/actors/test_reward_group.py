@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from actors.reward.actor import RewardSpec, run
+from actors.reward.actor import run
+from actors.reward.spec import RewardSpec
 from bus.messages.samples import Episode, RolloutLost
 from bus.topology import DEAD, ROLLOUTS, SCORED
 from tests.actors.house import messages, open_bus, put, running, until

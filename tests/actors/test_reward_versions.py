@@ -9,8 +9,8 @@ import msgspec
 
 from actors.filter.actor import FilterSpec
 from actors.filter.actor import run as run_filter
-from actors.reward.actor import RewardSpec
 from actors.reward.actor import run as run_reward
+from actors.reward.spec import RewardSpec
 from bus import Bus
 from bus.knobs.live import propose
 from bus.ledger import check, read_accounts

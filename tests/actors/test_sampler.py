@@ -15,8 +15,9 @@ from actors.runtime.run import RunEnds
 from actors.sampler.actor import SamplerSpec, run
 from actors.sampler.progress import Progress
 from bus import Commit, Reader
+from bus.messages.active import PolicyActive
 from bus.messages.groups import GroupVerdict, OpenGroup
-from bus.messages.policy import Checkpointed, GroupsGivenUp, PolicyActive, StepDone
+from bus.messages.policy import Checkpointed, GroupsGivenUp, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, POLICY, PROMPTS, VERDICTS
 from tests.actors.house import messages, open_bus, put, running, until

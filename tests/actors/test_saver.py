@@ -185,11 +185,11 @@ async def test_what_an_earlier_start_left_half_written_goes(redis_url: str, run_
 
 
 async def test_a_checkpoint_counts_what_it_holds_as_trained(redis_url: str, run_name: str, tmp_path: Path) -> None:
-    async with trained_once(redis_url, run_name, tmp_path) as (bus, trainer, saver):
+    async with trained_once(redis_url, run_name, tmp_path) as (_, trainer, saver):
         await trainer.intake.acknowledge(1, None)
         await trainer.train()
         await saved(saver, Files(), step=2)
-        state = read_bus_state(tmp_path, 2, run=bus.config.run, fingerprint="f")
+        state = read_bus_state(tmp_path, 2, fingerprint="f")
         assert [c.group_id for c in state.consumed] == ["g2"] and state.open_groups == {}
         assert (state.ledger["issued"], state.ledger["trained"], state.ledger["tokens/trained"]) == (6, 6, 12)
 

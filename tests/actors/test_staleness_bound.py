@@ -14,9 +14,10 @@ from actors.filter.groups import GroupTable, leaves_now
 from actors.sampler.admission import engine_room, free_samples, open_limit
 from actors.sampler.progress import Progress
 from actors.trainer.cut import Part, cut
+from bus.messages.active import PolicyActive
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, part_key
-from bus.messages.policy import PolicyActive, Restored, StepDone
+from bus.messages.policy import Restored, StepDone
 from bus.messages.samples import Response, RolloutDone, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.streams.entry import Entry

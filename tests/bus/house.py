@@ -18,10 +18,11 @@ from actors.sampler.progress import Progress
 from actors.trainer.cut import Part, cut
 from bus import Bus, Commit, Entry, Guard, Out, Reader, Stream, Tail, ledger
 from bus.errors import BadMessage
+from bus.messages.active import PolicyActive
 from bus.messages.base import EMPTY, join, unpack_ints
 from bus.messages.control import DeadLetter
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup
-from bus.messages.policy import Checkpointed, PolicyActive, Restored, StepDone
+from bus.messages.policy import Checkpointed, Restored, StepDone
 from bus.messages.samples import Parked, PrefixResume, Response, RolloutDone, RolloutLost, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan, spans_cover
 from bus.topology import (

@@ -9,7 +9,8 @@ import pytest
 from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as partial
 from bus import Bus
-from bus.messages.policy import Activate, PolicyActive, WeightManifest
+from bus.messages.active import Activate, PolicyActive
+from bus.messages.policy import WeightManifest
 from bus.messages.samples import RolloutDone, SampleTask
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PROMPTS, ROLLOUTS

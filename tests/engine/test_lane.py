@@ -14,7 +14,8 @@ from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as run_partial
 from actors.runtime.context import Context
 from bus import Bus, Out
-from bus.messages.policy import Activate, PolicyActive, WeightManifest
+from bus.messages.active import Activate, PolicyActive
+from bus.messages.policy import WeightManifest
 from bus.messages.samples import RolloutDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, PROMPTS, ROLLOUTS, TAIL

@@ -12,8 +12,9 @@ from actors.generation.engine import EngineUnavailable
 from actors.generation.link import EngineLink, State
 from actors.runtime.context import Context
 from bus import Bus
+from bus.messages.active import Activate
 from bus.messages.control import Event
-from bus.messages.policy import Activate, WeightManifest
+from bus.messages.policy import WeightManifest
 from bus.messages.samples import RolloutDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVENTS, PROMPTS, ROLLOUTS

@@ -15,7 +15,7 @@ from actors.generation.sglang_wire import load_of
 from actors.generation.spec import GenerationSpec
 from bus import Out
 from bus.knobs.live import propose
-from bus.messages.policy import PolicyActive
+from bus.messages.active import PolicyActive
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import until

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from bus import Bus, Commit
+from bus.messages.active import Activate
 from bus.messages.groups import OpenGroup
-from bus.messages.policy import Activate, WeightManifest
+from bus.messages.policy import WeightManifest
 from bus.messages.samples import PrefixDropped, RolloutDone, RolloutLost
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, DEAD, PREFIXES, PROMPTS, ROLLOUTS

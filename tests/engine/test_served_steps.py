@@ -22,8 +22,9 @@ from actors.publisher.actor import run as publisher
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from bus import Bus, Commit, Tail
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.base import pack_floats, pack_ints
-from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, Restored, WeightManifest
+from bus.messages.policy import PolicyAnnounced, Restored, WeightManifest
 from bus.messages.samples import PrefixResume, Response, RolloutDone
 from bus.messages.versions import PolicyVersion, VersionSpan, spans_cover
 from bus.topology import ACTIVE, POLICY, PREFIXES, PROMPTS, ROLLOUTS

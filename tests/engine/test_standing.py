@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from actors.generation.engine import Chunk, RouteBroken
 from actors.generation.sample import Running
 from actors.generation.standing import NO_TOKENS, Standing
-from bus.messages.policy import Activate, PolicyActive, Restored, WeightManifest
+from bus.messages.active import Activate, PolicyActive
+from bus.messages.policy import Restored, WeightManifest
 from bus.messages.versions import PolicyVersion, VersionSpan
 from tests.engine.scripted import sample
 

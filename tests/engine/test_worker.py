@@ -19,8 +19,8 @@ from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from actors.runtime.run import Refused
 from bus import Out
+from bus.messages.active import PolicyActive, Seat, Send
 from bus.messages.control import Event
-from bus.messages.policy import PolicyActive, Seat, Send
 from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import open_bus, running, until
 from tests.engine.conftest import engine_process

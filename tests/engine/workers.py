@@ -15,9 +15,10 @@ from actors.generation.engine import Engine
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus
+from bus.messages.active import Activate
 from bus.messages.base import pack_ints
 from bus.messages.control import Event
-from bus.messages.policy import Activate, WeightManifest
+from bus.messages.policy import WeightManifest
 from bus.messages.samples import RolloutDone, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVENTS, ROLLOUTS

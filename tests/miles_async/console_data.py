@@ -14,18 +14,11 @@ from actors.runtime.host import processes_name
 from bus import Bus, BusConfig, Commit, Out, Reader
 from bus.knobs.live import publish_initial
 from bus.ledger import dropped, generated, issued, trained
+from bus.messages.active import PolicyActive
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.control import DeadLetter, EvalDone, Event, Vitals
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup
-from bus.messages.policy import (
-    Checkpointed,
-    Finished,
-    PolicyActive,
-    PolicyAnnounced,
-    Restored,
-    StepDone,
-    WeightManifest,
-)
+from bus.messages.policy import Checkpointed, Finished, PolicyAnnounced, Restored, StepDone, WeightManifest
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import (

@@ -101,7 +101,7 @@ def test_a_flag_is_explained_from_its_declaration(capsys):
     for said in (
         *("--tis-clip NUMBER\n  Upper bound", "a number > 0", "default       2.0", "[grpo] tis_clip"),
         *("tune tis_clip=VALUE, from the next step (trainer) on", "also --tis-threshold"),
-        "correction bounds are ordered (rules.py)",
+        "correction bounds are ordered (objective.py)",
     ):
         assert said in shown
     shown = explained("max_weight_staleness", "--no-rollout-shuffle", "--lora-rank", "--moe-permute-fusion")

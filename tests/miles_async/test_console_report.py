@@ -17,7 +17,8 @@ from bus import Bus
 from bus.topology import POLICY
 from miles_async.cli.app import main
 from miles_async.console.report import package_versions, write_report
-from miles_async.console.report_data import SAMPLES_BYTES, read_run, samples_of, staleness_bounds, thinned
+from miles_async.console.report_data import SAMPLES_BYTES, read_run, staleness_bounds, thinned
+from miles_async.console.report_samples import samples_of
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.load import settings_from
 from tests.miles_async.console_data import Story, config, step_done
@@ -157,7 +158,7 @@ def test_the_page_of_a_week_is_bounded(tmp_path):
             file.write(
                 json.dumps(SAMPLE | {"step": number, "response": "long " * 4000, "sample": f"g{number}/0"}) + "\n"
             )
-    kept = samples_of(read_run(tmp_path), SAMPLES_BYTES)
+    kept = samples_of(tmp_path, read_run(tmp_path).history.samples, SAMPLES_BYTES)
     assert len(json.dumps(kept)) < 1.2 * SAMPLES_BYTES
     assert kept[0]["step"] == 999 and kept[-1]["step"] < 100, "from all over the run, the newest among them"
     assert 1_000_000 < write_report(tmp_path).stat().st_size < 10_000_000

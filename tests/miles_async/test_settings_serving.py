@@ -13,8 +13,9 @@ from miles_async.launcher.plan import Place, backend_config
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import Loaded, load, settings_from
+from miles_async.settings.programs import check_programs
 from miles_async.settings.run import RunSettings
-from miles_async.settings.serving import check_programs, notes
+from miles_async.settings.serving import notes
 
 BASE = """
 [model]

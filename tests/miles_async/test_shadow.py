@@ -12,8 +12,8 @@ import pytest
 
 from actors.filter.actor import FilterSpec
 from actors.filter.actor import run as filter_room
-from actors.reward.actor import RewardSpec
 from actors.reward.sample import Sample
+from actors.reward.spec import RewardSpec
 from bus import Bus, Commit
 from bus.client import PASSWORD
 from bus.errors import InvariantBroken

@@ -116,13 +116,6 @@ def test_what_the_filter_dropped_is_dropped_again_with_its_lengths():
     assert seen.measured.idle == pytest.approx(1 - busy * MEAN_S / STEP_S / SLOTS / 2, abs=0.03)
 
 
-def test_records_of_older_releases_are_simulated_with_a_note():
-    seen = recorded(record(lives=False))
-    assert "independent" in seen.notes[0]
-    taken = [d.seconds for group in seen.pool for d in group]
-    assert sum(taken) / len(taken) == pytest.approx(MEAN_S, rel=0.06)
-
-
 def test_steps_before_a_change_and_after_a_restart_do_not_count():
     lines = record(40)
     at = next(i for i, line in enumerate(lines) if line.get("step") == 20)
@@ -144,6 +137,7 @@ def test_steps_before_a_change_and_after_a_restart_do_not_count():
         ([], "no step"),
         (record(6), "2 steps of 6 count .* 8 are needed"),
         (record(30, **{"perf/turn_s": 1.0}), "take turns on shared GPUs"),
+        (record(lives=False), "no group of samples"),
     ],
 )
 def test_a_record_that_does_not_suffice_is_refused(lines, said):

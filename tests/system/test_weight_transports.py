@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from bus import Bus
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.control import Event
-from bus.messages.policy import Activate, PolicyActive, PolicyAnnounced, SendFailed, StepDone
+from bus.messages.policy import PolicyAnnounced, SendFailed, StepDone
 from bus.topology import ACTIVE, EVENTS, POLICY
 from tests.crash.conftest import Launch
 from tests.crash.house import Run, merged, until

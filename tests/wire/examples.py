@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bus.messages.active import Activate, PolicyActive
 from bus.messages.base import Message, pack_floats, pack_ints
 from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch, Vitals
 from bus.messages.groups import GroupKept, GroupVerdict
 from bus.messages.policy import (
-    Activate,
     Checkpointed,
     Finished,
     GroupsGivenUp,
-    PolicyActive,
     PolicyAnnounced,
     Restored,
     Sending,

@@ -9,19 +9,16 @@ from pathlib import Path
 
 import msgspec
 
+from bus.messages.active import Activate, PolicyActive, Seat, Send
 from bus.messages.base import Message, pack_floats, pack_ints
 from bus.messages.control import EvalDone, Kind, KnobPatch, Vitals
 from bus.messages.environments import EnvironmentAnswer, EnvironmentCall
 from bus.messages.groups import GroupKept, GroupVerdict, Turned
 from bus.messages.policy import (
-    Activate,
     GroupsGivenUp,
-    PolicyActive,
     Restored,
     SamplesTrained,
     SampleTrained,
-    Seat,
-    Send,
     SendFailed,
     StepDone,
     Turn,

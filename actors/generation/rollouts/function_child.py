@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from actors.runtime.hooks import load_hook
+from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.miles import MilesSample, Status
 from actors.runtime.whole import said
 
@@ -125,15 +125,11 @@ def main() -> None:
             else:
                 found = hook(args, order["rollout_id"], source, evaluation=False)
             if inspect.isawaitable(found):
-                found = loop.run_until_complete(_awaited(found))
+                found = loop.run_until_complete(awaited(found))
             result = {"groups": msgspec.Raw(encoded(sent(getattr(found, "samples", found))))}
         except BaseException as error:  # noqa: BLE001 - it is told to the worker
             call("next", error=f"returned {error}" if isinstance(error, Wrong) else said(error))
             return
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
 
 
 if __name__ == "__main__":

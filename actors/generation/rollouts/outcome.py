@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from actors.generation.rollouts import Segment, Trajectory
 from actors.generation.routing import Rows
 from actors.generation.sample import Running, joined
-from actors.runtime.content import tokens_fault
+from actors.runtime.arrays import tokens_fault
 from bus.errors import Poison
 from bus.messages.base import pack_ints
 from bus.messages.samples import Episode, Response, Routed, Strand

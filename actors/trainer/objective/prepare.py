@@ -35,17 +35,6 @@ from actors.trainer.objective_config import ObjectiveConfig
 TOO_LARGE = 1e15  # an advantage: gradients are squared and added up in float32, which ends at 3e38
 
 
-def _needed(cfg: ObjectiveConfig) -> dict[str, bool]:
-    """Fields whose NaN makes a sample untrainable under this config."""
-    return {
-        "rollout_logp": cfg.needs_rollout_logp,
-        "old_logp": cfg.needs_old_logp,
-        "ref_logp": cfg.needs_ref_logp,
-        "teacher_logp": cfg.needs_student_logp,
-        "values": cfg.estimator.critic,
-    }
-
-
 def _untrainable(
     cfg: ObjectiveConfig,
     own: Sequence[TrainSample],
@@ -55,14 +44,21 @@ def _untrainable(
     flags: Flags,
 ) -> Tensor:
     """bool [len(own)]: samples with a NaN (values: any non-finite) at a trained token of a field the loss uses."""
+    uses = {
+        "rollout_logp": cfg.needs_rollout_logp,
+        "old_logp": cfg.needs_old_logp,
+        "ref_logp": cfg.needs_ref_logp,
+        "teacher_logp": cfg.needs_student_logp,
+        "values": cfg.estimator.critic,
+    }
     drop = torch.zeros(len(own), dtype=torch.bool)
-    for name, needed in _needed(cfg).items():
+    for name, needed in uses.items():
         if not needed or name not in fields:
             continue
         x = fields[name]
         bad = mask & (torch.isnan(x) if name != "values" else ~torch.isfinite(x))
         hit = segment_sum(bad.to(torch.int64), index, len(own)) > 0
-        flags.add(f"nan_{name}", [own[i].sample_id for i in torch.nonzero(hit & ~drop).flatten().tolist()])
+        flags.add(f"nan_{name}", _named(own, hit & ~drop))
         drop |= hit
     return drop
 
@@ -122,7 +118,7 @@ def prepare_batch(
         flags.add("all_masked", [s.sample_id for s in samples])
     elif cfg.whiten:
         advantages = whiten(advantages, mask)
-    flags.add("nothing_to_train", [s.sample_id for s, n in zip(samples, counts.tolist(), strict=True) if n == 0])
+    flags.add("nothing_to_train", _named(samples, counts == 0))
 
     known: dict[Hashable, int] = {}
     rollout_of = torch.tensor([known.setdefault(s.trajectory, len(known)) for s in samples], dtype=torch.int64)
@@ -143,6 +139,11 @@ def prepare_batch(
         prompt_lengths=tuple(s.prompt_length or 0 for s in samples),
         offsets=starts(lengths),
     )
+
+
+def _named(own: Sequence[TrainSample], chosen: Tensor) -> list[str]:
+    """Those of `chosen`, bool [len(own)]."""
+    return [own[i].sample_id for i in torch.nonzero(chosen).flatten().tolist()]
 
 
 def _ids(own: Sequence[TrainSample], tokens: Tensor, index: Tensor) -> list[str]:
@@ -195,14 +196,11 @@ def _apply_staleness(
     young = fresh(versions, current, bound)
     touched = segment_sum((mask & ~young).to(torch.int64), index, len(own)) > 0
     unknown = segment_sum((mask & ~known).to(torch.int64), index, len(own)) > 0
-    flags.add("stale_tokens", [own[i].sample_id for i in torch.nonzero(touched & ~unknown).flatten().tolist()])
+    flags.add("stale_tokens", _named(own, touched & ~unknown))
     if bound is not None:
-        flags.add("unknown_version", [own[i].sample_id for i in torch.nonzero(unknown).flatten().tolist()])
-    before = mask
+        flags.add("unknown_version", _named(own, unknown))
     mask = mask & young
-    left = segment_sum(mask.to(torch.int64), index, len(own))
-    had = segment_sum(before.to(torch.int64), index, len(own))
-    flags.add("stale_sample", [own[i].sample_id for i in torch.nonzero((left == 0) & (had > 0)).flatten().tolist()])
+    flags.add("stale_sample", _named(own, touched & (segment_sum(mask.to(torch.int64), index, len(own)) == 0)))
     assert_fresh(versions, mask, current, bound)
     return torch.where(known, staleness(versions, current), 0), mask
 

@@ -17,7 +17,8 @@ from actors.trainer.transports.flat import FlatBuffers, NamedTensors, PassingBuc
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
 from bus import Bus
-from bus.messages.policy import Seat, WeightManifest
+from bus.messages.active import Seat
+from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
 
 

@@ -11,9 +11,9 @@ from contextlib import AsyncExitStack
 from typing import Any, Protocol, Self
 
 from actors.filter.judges import JUDGES, Judge, Member, judge
-from actors.reward.actor import RewardSpec, scorers_of, text_by
 from actors.reward.sample import Sample, sample_of, settle
 from actors.reward.scorer import Scorers
+from actors.reward.spec import RewardSpec, scorers_of, text_by
 from actors.runtime.hooks import load_hook
 from actors.runtime.miles import judge_of
 from actors.runtime.prompts import decoder_of
@@ -154,7 +154,7 @@ class Filter:
 
     def __init__(self, path: str, deadline_s: float, values: Mapping[str, Any] = {}, model_dir: str = "") -> None:
         self._path, self._deadline_s = path, deadline_s
-        self._judge: Judge = JUDGES.get(path) or judge_of(load_hook(path, Judge), lambda: values, decoder_of(model_dir))
+        self._judge: Judge = JUDGES.get(path) or judge_of(load_hook(path), lambda: values, decoder_of(model_dir))
         self._failures = Failures(f"filter {path}")
         self.paired = Paired()
         self.left_out: Counter[str] = Counter()

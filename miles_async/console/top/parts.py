@@ -98,7 +98,7 @@ def overview(
     parts: list[RenderableType] = [
         _why(state["why"], wall - said if said and not state["run"]["ended"] else 0.0, lately=tall)
     ]
-    facts = _facts(state, wall)
+    facts = _facts(state)
     if width >= WIDE:
         side = Table.grid(padding=(0, 3))
         side.add_row(flow(state["flow"], wall, width), learning(columns, steps, width - 66))
@@ -168,7 +168,7 @@ def learning(columns: Columns, steps: Sequence[int], width: int) -> RenderableTy
     return table
 
 
-def _facts(state: Mapping[str, Any], wall: float) -> RenderableType:
+def _facts(state: Mapping[str, Any]) -> RenderableType:
     run, engines, flow = state["run"], state["engines"], state["flow"]
     rows: list[tuple[str, Text]] = [("rooms", _rooms(flow["rooms"]))]
     if run["shares"]:
@@ -221,7 +221,7 @@ def engines(state: Mapping[str, Any], wall: float, width: int) -> RenderableType
     order = {role: i for i, role in enumerate(ROLES)} | {"generation": -1}
     for actor in sorted(state["actors"], key=lambda a: (order.get(a["role"], 99), a["name"])):
         silent = actor["heard"] is not None
-        what = f"{'dead' if actor['life'] == 'dead' else 'silent'}" if silent else actor["doing"] or actor["state"]
+        what = ("dead" if actor["life"] == "dead" else "silent") if silent else actor["doing"] or actor["state"]
         since = actor["heard"] or actor["since"]
         kv = "" if actor["kv"] is None else f"{actor['kv']:.0%}"
         queued = "" if actor["queued"] is None else f"{actor['queued']:.0f}"
@@ -229,19 +229,10 @@ def engines(state: Mapping[str, Any], wall: float, width: int) -> RenderableType
         busy = f"{actor['busy']}/{actor['slots']}" if actor["slots"] else str(actor["busy"] or "")
         middle = (queued, kv, duration(wall - since) if since else "") if wide else (kv,)
         style = "bold red" if silent else STATE_STYLE.get(actor["state"], "")
-        rows.append(
-            (
-                style,
-                (actor["name"], what if width >= 100 else shorten(what, 13), version, busy, *middle),
-                actor["waits"],
-            )
-        )
+        cells = (actor["name"], what if width >= 100 else shorten(what, 13), version, busy, *middle)
+        rows.append((style, cells, actor["waits"]))
     columns = ("actor", "state", "version", "busy", *(("queued", "KV", "for") if wide else ("KV",)))
-    taken = (
-        sum(2 + max(len(name), *(len(cells[i]) for _, cells, _ in rows)) for i, name in enumerate(columns))
-        if rows
-        else 0
-    )
+    taken = sum(2 + max(map(len, (name, *(cells[i] for _, cells, _ in rows)))) for i, name in enumerate(columns))
     table = _table(*columns, "waits for", left=("state", "waits for"))
     for style, cells, waits in rows:
         table.add_row(*map(Text, cells), Text(shorten(waits, max(8, width - taken))), style=style)

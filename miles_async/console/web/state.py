@@ -6,6 +6,7 @@ as before is not sent again, so nothing here says how long ago something was: th
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -201,11 +202,8 @@ def _actor(actor: ActorFacts, wall: float) -> State:
 
 def _serving(snapshot: Snapshot) -> list[tuple[int, int]]:
     """(version, workers that serve it), newest first."""
-    count: dict[int, int] = {}
-    for actor in snapshot.of_role("generation"):
-        if actor.life == "alive":
-            count[actor.vitals.version] = count.get(actor.vitals.version, 0) + 1
-    return sorted(count.items(), reverse=True)
+    alive = (actor for actor in snapshot.of_role("generation") if actor.life == "alive")
+    return sorted(Counter(actor.vitals.version for actor in alive).items(), reverse=True)
 
 
 def _ages(steps: list[Step]) -> dict[str, float]:

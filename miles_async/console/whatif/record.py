@@ -1,8 +1,7 @@
 """What a run's record shows of its samples, engines and trainer, in the terms of the simulation.
 
 Looked at are the newest steps under the present settings; the first ones after a start or a change are left out, since the run
-is still filling up then. Steps that tell tokens and seconds of single samples (`lives`) give whole groups; older records give
-quantiles only, and members of a group are then taken to be independent of each other.
+is still filling up then. Steps tell tokens and seconds of single samples (`lives`), which give whole groups.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import msgspec
 
 from actors.recorder.history import AVG_STALENESS, History, Step, history_of
 from actors.recorder.records import Record
-from actors.runtime.seeds import rng_for
-from actors.trainer.spread import LENGTH, RUNNING, SECONDS
+from actors.trainer.spread import RUNNING, SECONDS
 from bus.inspect import wall_of
-from miles_async.console.whatif.observed import Spread, live_knobs, slowdown_of
+from miles_async.console.whatif.observed import live_knobs, slowdown_of
 from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.flat import Flat
@@ -149,7 +147,7 @@ def recorded(records: Sequence[Record]) -> Recorded:
     steps = _settled(history, records, settings)
     lines = {r["step"]: r for r in records if r["kind"] == "step"}
     notes: list[str] = []
-    knobs = knobs_of(settings, workers=_workers(history), slots=_slots(history, settings, records, steps, notes))
+    knobs = knobs_of(settings, workers=_workers(history), slots=_slots(settings, records, steps, notes))
     size = settings.samples_per_rollout
     step_s = fmean(s.gap_s for s in steps)
     dropped, tokens = _drops(records, steps, settings.n_samples_per_prompt)
@@ -158,10 +156,10 @@ def recorded(records: Sequence[Record]) -> Recorded:
     thrown = sum(dropped[reason] * mean / of_one for reason, mean in tokens.items()) / len(steps)
     running = (size + thrown) * fmean(s.get(f"{SECONDS}/mean") for s in steps) / step_s
     on_worker = fmean(s.get(f"{RUNNING}/mean", running / knobs.num_generation_workers) for s in steps)
-    pace = _pace(history, records, steps, settings, notes)
+    pace = _pace(history, records, steps, notes)
     stands = min(0.9, fmean(pace.pause_s) / (settings.update_weights_interval * step_s))
     alone = (1 - stands) / (1 + pace.slowdown * on_worker)
-    pool = _pool(lines, steps, settings, alone, notes)
+    pool = _pool(lines, steps, settings, alone)
     return Recorded(
         settings=settings,
         knobs=knobs,
@@ -235,7 +233,7 @@ def _workers(history: History) -> int:
     return max(1, len({r["actor"] for r in history.activations if r["version"] >= newest - 2}))
 
 
-def _slots(history: History, s: Flat, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> int:
+def _slots(s: Flat, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> int:
     """Slots of a worker where they are found while the run goes: what was told last, or what ran at most."""
     if s.sglang_server_concurrency:
         return int(s.sglang_server_concurrency)
@@ -246,13 +244,11 @@ def _slots(history: History, s: Flat, records: Sequence[Record], steps: Sequence
     return slots
 
 
-def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], settings: Flat, notes: list[str]) -> Pace:
+def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> Pace:
     tokens, seconds = [s.get("rollout/tokens") for s in steps], [s.get("perf/train_s") for s in steps]
     middle, typical = fmean(tokens), fmean(seconds)
     a_token = _slope(tokens, seconds)
     base = typical - a_token * middle
-    if not any("perf/turned_s" in s.metrics for s in steps):
-        notes.append("the record does not tell how long the trainer waits for the filter's turn: taken as no time")
     told = {r["version"]: _at(r) for r in records if r["kind"] == "step" and "entry" in r}
     loads = [r for r in history.activations if r["wall"] >= steps[0].wall and r["version"] in told]
     if not loads:
@@ -291,9 +287,7 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 # -- samples ---------------------------------------------------------------------------------------------------------------
 
 
-def _pool(
-    lines: Mapping[int, Record], steps: Sequence[Step], settings: Flat, alone: float, notes: list[str]
-) -> tuple[tuple[Draw, ...], ...]:
+def _pool(lines: Mapping[int, Record], steps: Sequence[Step], settings: Flat, alone: float) -> tuple[tuple[Draw, ...], ...]:
     """Groups as they were generated; seconds as if each sample ran alone."""
     n, edge = settings.n_samples_per_prompt, settings.max_weight_staleness + 2
     first, last = steps[0].step, steps[-1].step
@@ -306,20 +300,8 @@ def _pool(
     # Of groups that began at the end of what is looked at, the members that took longest may be missing.
     pool = [tuple(draws) for name, draws in found.items() if first <= began[name] <= last - edge]
     pool = pool or [tuple(draws) for name, draws in found.items() if began[name] >= first and len(draws) == n]
-    if pool:
-        return tuple(pool)
-    notes.append(
-        "an older release recorded no single samples: members of a group are taken as independent of each other"
-    )
-    chance = rng_for(0, "whatif")
-    both = [(Spread.of(s, LENGTH), Spread.of(s, SECONDS)) for s in steps]
-    spreads = [(lengths, seconds) for lengths, seconds in both if lengths is not None and seconds is not None]
-    if not spreads:
-        raise SettingsError("the record tells no seconds of samples on engines: nothing to simulate")
-    for lengths, seconds in spreads:
-        shares = [chance.random() for _ in range(settings.samples_per_rollout)]
-        made = [Draw(max(1, round(lengths.at(x))), seconds.at(x) * alone) for x in shares]
-        pool += [tuple(made[i : i + n]) for i in range(0, len(made), n)]
+    if not pool:
+        raise SettingsError("the record tells no group of samples from its first to its last: nothing to simulate")
     return tuple(pool)
 
 

@@ -23,9 +23,10 @@ from actors.sampler.admission import engine_room, group_credits
 from actors.sampler.progress import Progress
 from actors.trainer.batches import PARTING
 from actors.trainer.cut import Part, cut
+from bus.messages.active import PolicyActive
 from bus.messages.base import EMPTY
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, part_key
-from bus.messages.policy import GroupsGivenUp, PolicyActive, StepDone
+from bus.messages.policy import GroupsGivenUp, StepDone
 from bus.messages.samples import Response, RolloutDone, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, staleness
 from bus.streams.entry import Entry

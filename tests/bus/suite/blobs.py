@@ -6,9 +6,10 @@ from pathlib import Path
 
 from bus.dead import drop, letter_of, read_letters, retry
 from bus.errors import BadMessage
+from bus.messages.active import Activate
 from bus.messages.base import EMPTY
 from bus.messages.groups import GroupKept
-from bus.messages.policy import Activate, WeightsReady
+from bus.messages.policy import WeightsReady
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
 from bus.plans import get_plan, put_plan
