@@ -156,9 +156,17 @@ def _why(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLError):
-            return f"TLS failed ({cause.reason or _line(cause)}); rediss:// needs a TLS port and a trusted certificate"
+            return tls_failure(cause)
         if isinstance(cause, OSError) and cause.strerror:  # asyncio's own text repeats the address; errno is plain
             number = cause.errno or 0
             return os.strerror(number) if number > 0 else cause.strerror
         cause = cause.__cause__ or cause.__context__
     return _line(error)
+
+
+def tls_failure(error: ssl.SSLError) -> str:
+    """What is wrong with a certificate, or that there is no TLS; its number reads as one of the operating system's and is none."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        said = error.verify_message.rstrip(".") or _line(error)
+        return f"TLS failed: {said}; its certificate must name that host and be signed by who is in ssl_ca_certs"
+    return f"TLS failed ({error.reason or _line(error)}); rediss:// needs a TLS port and a trusted certificate"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import ssl
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -28,6 +29,8 @@ from bus.client import without_secrets
 from bus.errors import BusRefused, BusUnreachable
 from bus.identity import Identity, read_identity, runs_on
 from bus.server import EmbeddedRedis
+from bus.server.checks import tls_failure
+from bus.streams.link import LOGIN
 from miles_async.console.report_data import read_settings
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.runs import RunRef
@@ -116,7 +119,7 @@ async def run_named(ref: RunRef) -> str:
         if isinstance(error.__cause__, OSError) or "onnect" in str(error):
             raise BusUnreachable(_gone(ref, _why(error))) from error
         raise BusRefused(
-            f"bus at {without_secrets(ref.bus_url)} refuses us: {_why(error)}. Correct --bus-url."
+            f"bus at {without_secrets(ref.bus_url)} refuses us: {_why(error)}. Correct --bus-url; {LOGIN[0].lower()}{LOGIN[1:]}"
         ) from error
     if ref.run is not None:
         if ref.run not in known and ref.run_dir is None:
@@ -155,6 +158,10 @@ def _why(error: BaseException) -> str:
     while cause is not None:
         if isinstance(cause, TimeoutError):
             return f"no answer within {ANSWER_DEADLINE_S:g} s"
+        if isinstance(cause, ssl.SSLError):
+            return tls_failure(cause)
+        if isinstance(cause, FileNotFoundError):
+            return "no such file (its socket, or one of its options for TLS)"
         if isinstance(cause, OSError) and cause.strerror:
             number = cause.errno or 0
             return (os.strerror(number) if number > 0 else cause.strerror).lower()  # asyncio's own text is no cause

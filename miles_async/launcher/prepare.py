@@ -319,7 +319,7 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
     known = await read_identity(bus)
     if known is not None:
         check_same(settings, place, known.fingerprint, known.run_dir)
-        await check_alone(bus, settings, known)
+        await check_alone(bus, settings, place, known)
     life = await bus.state(LIFE) or secrets.token_hex(8)
     await bus.commit(Commit(state={LIFE: life}))
     bus.expect(life)
@@ -337,16 +337,20 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
     await write_identity(bus, identity)
 
 
-async def check_alone(bus: Bus, settings: RunSettings, known: Identity) -> None:
-    """SettingsError when a launcher that is not seen from here keeps a run of this name. Those of one host are kept apart by a
-    lock in the run's folder; one that died elsewhere is silent soon."""
+async def check_alone(bus: Bus, settings: RunSettings, place: Place, known: Identity) -> None:
+    """SettingsError when another launcher keeps a run of this name. In one folder a lock keeps those of one host apart; of other
+    folders and hosts only the bus tells. One that died elsewhere is silent soon."""
     launcher = (await bus.vitals()).get("launcher")
-    if launcher is None or launcher.state == "stopped" or lives(launcher) is not None:
+    if launcher is None or launcher.state == "stopped":
+        return
+    seen = lives(launcher)
+    if seen is False or (seen and (launcher.pid == os.getpid() or known.run_dir == place.run_dir)):
         return
     silent_s = (await bus.silences()).get("launcher", inf)
     if silent_s < SILENT_BEATS * known.heartbeat_s:
         raise SettingsError(
-            f"a launcher on host {launcher.host} keeps a run of this name on this Redis, and was heard {silent_s:.0f} s ago",
+            f"a launcher on host {launcher.host} keeps a run of this name on this Redis in {known.run_dir}, and was heard "
+            f"{silent_s:.0f} s ago",
             field="name",
             value=settings.launch.name,
             remedy="Choose another --name, stop that one (miles-async stop), or, where its host died, try again in "

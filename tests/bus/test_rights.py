@@ -21,6 +21,8 @@ from bus.ledger import check
 from bus.server import EmbeddedRedis
 from bus.server.checks import check_server
 from bus.topology import PROMPTS
+from miles_async.console.attach import run_named
+from miles_async.settings.runs import RunRef
 from tests.bus.suite import blobs, conformance, flow
 from tests.bus.suite.conformance import Check
 from tests.bus.test_conformance import bus_maker
@@ -90,3 +92,13 @@ async def test_a_wrong_password_and_a_strange_certificate_are_refused_in_one_lin
             with pytest.raises(kind) as refusal:
                 await check_server(client, url=bad)
         assert "\n" not in str(refusal.value) and SECRET not in str(refusal.value)
+
+
+async def test_a_certificate_that_names_another_host_is_said_by_the_start_and_by_tools(url: str, monkeypatch) -> None:
+    monkeypatch.setenv(PASSWORD, SECRET)
+    other = url.replace("localhost", "127.0.0.1")  # which it does not name
+    async with connect(other) as client:
+        with pytest.raises(BusUnreachable, match="IP address mismatch.*must name that host"):
+            await check_server(client, url=other)
+    with pytest.raises(BusUnreachable, match="IP address mismatch.*must name that host"):
+        await run_named(RunRef(bus_url=other))

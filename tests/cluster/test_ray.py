@@ -153,6 +153,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(ray_run: Make) 
 
 @pytest.mark.slow
 def test_a_jobs_output_is_shown_and_a_dashboard_that_dies_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp_cors", reason="ray without [default] has no dashboard, which takes jobs")
     head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port(), "dashboard_host": "127.0.0.1"}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:

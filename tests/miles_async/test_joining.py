@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from bus import Bus, BusConfig
@@ -43,30 +45,35 @@ def test_a_worker_that_may_mean_another_thing_by_the_same_message_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "silent_s", "refused"),
+    ("launcher", "folder", "silent_s", "refused"),
     [
-        ({"processes": "elsewhere", "host": "node7"}, 0, True),
-        ({"processes": "elsewhere", "host": "node7"}, 60, False),
-        ({"processes": "elsewhere", "state": "stopped"}, 0, False),
-        ({}, 0, False),  # of this host: the lock of its folder tells
+        ({"processes": "elsewhere", "host": "node7"}, "same", 0, True),
+        ({"processes": "elsewhere", "host": "node7"}, "same", 60, False),
+        ({"processes": "elsewhere", "state": "stopped"}, "same", 0, False),
+        ({"pid": 1, "host": "node7"}, "same", 0, False),  # of this host: the lock of its folder tells
+        ({"pid": 1, "host": "node7"}, "other", 0, True),  # which is no other folder's
+        ({"pid": 1, "host": "node7"}, "other", 60, False),  # process 1 lives, but is no launcher: it took the number of one
     ],
 )
-async def test_a_second_launcher_of_a_run_that_another_host_keeps_is_refused(
-    redis_url: str, run_name: str, launcher: dict[str, str], silent_s: int, refused: bool, tmp_path: Path
+async def test_a_second_launcher_of_a_run_that_another_one_keeps_is_refused(
+    redis_url: str, run_name: str, launcher: dict[str, Any], folder: str, silent_s: int, refused: bool, tmp_path: Path
 ) -> None:
     said = {"hf_checkpoint": "m", "prompt_data": "p", "num_rollout": 1, "rm_type": "exact_match"}
     settings = settings_from(name=run_name, bus_url=redis_url, **said)
-    own = {"run_dir": str(tmp_path), "model_dir": "m", "weights_dir": "w", "blob_dir": "b", "stop_token_ids": (), "num_rollout": 1}
+    folders = {"run_dir": str(tmp_path / "same"), "weights_dir": "w", "blob_dir": "b"}
+    own = {**folders, "model_dir": "m", "stop_token_ids": (), "num_rollout": 1}
     place = Place(**own, fingerprint="f", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
     async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
         await claim_identity(bus, settings, place)
         first = await read_identity(bus)
         await bus.set_vitals("launcher", vitals("launcher", **launcher))
         await bus.link.run("HINCRBY", bus.keys.heard, "launcher", -1000 * silent_s)
+        place = msgspec.structs.replace(place, run_dir=str(tmp_path / folder))
         if refused:
             with pytest.raises(SettingsError, match="node7 keeps a run of this name") as refusal:
                 await claim_identity(bus, settings, place)
             assert "\n" not in str(refusal.value)
         else:
             await claim_identity(bus, settings, place)
-        assert await read_identity(bus) == first, "nothing was changed"
+        if refused:
+            assert await read_identity(bus) == first, "nothing was changed"
