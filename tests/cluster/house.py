@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from bus import Bus, BusConfig
 from bus.messages.control import Event
 from bus.server.binary import find_server
 from bus.topology import EVENTS
-from tests.crash.house import Missed, Run, Tables, merged, toy_tables, until
+from tests.crash.house import Missed, Run, Tables, merged, toml_of, toy_tables, until
 
+ME = [sys.executable, "-m", "miles_async"]
 SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 """A node that is gone is so for Ray after 2 s, not 15."""
 
@@ -28,10 +30,14 @@ class NoServer:
 
 
 class RayRun(Run):
-    """A run whose launcher is on the cluster's head, which holds no more than `head_cpus` of it."""
+    """A run whose launcher is on the cluster's head, which holds no more than `head_cpus` of it. `jobs`: the head takes some."""
 
-    def __init__(self, toy: Path, home: Path, settings: Tables, *, head_cpus: int = 0, soon: bool = True) -> None:
-        head = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": SOON if soon else {}}
+    def __init__(
+        self, toy: Path, home: Path, settings: Tables, *, head_cpus: int = 0, soon: bool = True, jobs: bool = False
+    ) -> None:
+        head = {"num_cpus": head_cpus, "include_dashboard": jobs, "_system_config": SOON if soon else {}}
+        self.dashboard = free_port() if jobs else 0
+        head |= {"dashboard_port": self.dashboard, "dashboard_host": "127.0.0.1"} if jobs else {}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[Any] = []
         port = free_port()
@@ -40,6 +46,14 @@ class RayRun(Run):
         self.redis = subprocess.Popen(["sh", "-c", f"exec {words}"], cwd=home, stdout=subprocess.DEVNULL)
         own: Tables = {"bus": {"bus_url": self.url}, "launch": {"launcher": "ray", "ray_address": self.cluster.address}}
         super().__init__(home, merged(merged(toy_tables(toy, home, settings), own), {"launch": settings.get("launch", {})}))
+
+    def submit(self) -> None:
+        """Start it as a job. What was started shows the job's output until that ends."""
+        (self.home / "run.toml").write_text(toml_of(self._tables))
+        words = [*ME, "ray", "submit", "run.toml", "--ray-address", f"http://127.0.0.1:{self.dashboard}"]
+        words += ["--working-dir", str(self.home), "--python", sys.executable]
+        with (self.home / "launcher.log").open("ab") as log:
+            self.launcher = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.home)
 
     def add(self, *, cpus: int = 2, **resources: Any) -> Any:
         """Another node."""

@@ -152,6 +152,18 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(ray_run: Make) 
 
 
 @pytest.mark.slow
+def test_a_run_that_is_submitted_as_a_job_ends_with_its_steps(ray_run: Make) -> None:
+    pytest.importorskip("aiohttp_cors", reason="ray without [default] has no dashboard, which takes jobs")
+    run = ray_run(merged(SMALL, {"rollout": {"num_rollout": 4}}), head_cpus=5, jobs=True)
+    run.submit()
+    run.finish()
+    judge(run)
+    said = run.output().splitlines()
+    assert said[0].startswith("job raysubmit_") and "finished at step 4" in said, run.output()
+    assert not run.processes(), "a place of Ray's outlived the run"
+
+
+@pytest.mark.slow
 def test_a_jobs_output_is_shown_and_a_dashboard_that_dies_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp_cors", reason="ray without [default] has no dashboard, which takes jobs")
     head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port(), "dashboard_host": "127.0.0.1"}
