@@ -67,7 +67,7 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
                     "life": f"{process.pid}@{process.create_time():.2f}",
                     "what": kind_of(process.cmdline(), run_dir),
                     "age_s": bus.clock.wall() - process.create_time(),
-                    "own": _own(process),
+                    "own": own(process),
                     "rss": process.memory_info().rss,
                     "fds": process.num_fds(),
                     "threads": process.num_threads(),
@@ -88,8 +88,8 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
     }
 
 
-def _own(process: psutil.Process) -> int:
-    """Bytes. Linux."""
+def own(process: psutil.Process) -> int:
+    """A process's own memory, in bytes. Linux."""
     with suppress(OSError):
         found = re.search(r"^Anonymous: +(\d+) kB", Path(f"/proc/{process.pid}/smaps_rollup").read_text(), re.M)
         if found:
