@@ -4,7 +4,9 @@ A process begins anew when it is killed. So each of its lives has an own level, 
 together: least squares of the differences to the mean of each life. The first two minutes of a life are left out, in which
 caches fill, and lives with fewer than five measurements after them. Redis, files and shared memory outlive processes: one level
 for all, the first tenth of the steps left out. Measurements that follow one another are alike, so the standard error is that of
-clusters: lives, or the pieces of a soak; of fewer than FEW_CLUSTERS, the tenths of each.
+clusters: lives, or the pieces of a soak; of fewer than FEW_CLUSTERS, the tenths of each. One step up, as when a table of
+Python's doubles, makes a slope too, and it would not go on. So the largest rise between two measurements is told, and the
+slope without it: what grows all the time keeps its slope.
 
 `own` is a process's memory without files and shared memory: a page of a file counts as resident from the first time that the
 process looks at it, and is no memory that anybody lacks. A page that a forked process shares with its parent counts from its start.
@@ -46,6 +48,7 @@ def kind_of(words: Sequence[str], run_dir: Path) -> str:
         ("fork_server", "fork server"),
         ("reward.pool", "reward pool"),
         ("redis-server", "Redis server"),
+        ("valkey-server", "Redis server"),
     ):
         if any(part in word for word in words):
             return kind
@@ -64,7 +67,7 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
                     "life": f"{process.pid}@{process.create_time():.2f}",
                     "what": kind_of(process.cmdline(), run_dir),
                     "age_s": bus.clock.wall() - process.create_time(),
-                    "own": _own(process),
+                    "own": own(process),
                     "rss": process.memory_info().rss,
                     "fds": process.num_fds(),
                     "threads": process.num_threads(),
@@ -85,8 +88,8 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
     }
 
 
-def _own(process: psutil.Process) -> int:
-    """Bytes. Linux."""
+def own(process: psutil.Process) -> int:
+    """A process's own memory, in bytes. Linux."""
     with suppress(OSError):
         found = re.search(r"^Anonymous: +(\d+) kB", Path(f"/proc/{process.pid}/smaps_rollup").read_text(), re.M)
         if found:
@@ -111,7 +114,8 @@ def write_figures(file: Path, figures: Any) -> None:
 
 
 class Slope(NamedTuple):
-    """Of one quantity: per 1000 steps, with its standard error (nan: too few measurements). `mean`: its level."""
+    """Of one quantity: per 1000 steps, with its standard error (nan: too few measurements). `mean`: its level. `rise`: the largest
+    from one measurement to the next; `rest`, `rest_error`: the slope without it."""
 
     what: str
     unit: str
@@ -120,6 +124,9 @@ class Slope(NamedTuple):
     error: float
     clusters: int
     n: int
+    rise: float
+    rest: float
+    rest_error: float
 
 
 def slope_of(points: Sequence[tuple[str, float, float]], *, apart: bool) -> tuple[float, float]:
@@ -151,6 +158,18 @@ def slope_of(points: Sequence[tuple[str, float, float]], *, apart: bool) -> tupl
         return slope, math.nan
     scores = [sum(x * (y - slope * x) for x, y in values) for values in alike]
     return slope, math.sqrt(n / (n - 1) * sum(s * s for s in scores)) / spread
+
+
+def without_largest_rise(points: Sequence[tuple[str, float, float]]) -> tuple[float, list[tuple[str, float, float]]]:
+    """The largest rise from one measurement of a cluster to its next (0: none), and the points as if it had not been."""
+    largest, at, last = 0.0, -1, dict[str, float]()
+    for place, (name, _, y) in enumerate(points):
+        if y - last.get(name, y) > largest:
+            largest, at = y - last[name], place
+        last[name] = y
+    risen = points[at][0] if at >= 0 else ""
+    later = [name == risen and place >= at >= 0 for place, (name, _, _) in enumerate(points)]
+    return largest, [(name, x, y - largest * after) for (name, x, y), after in zip(points, later, strict=True)]
 
 
 def slopes(lines: Sequence[Line], settled_s: float = SETTLED_S) -> list[Slope]:
@@ -185,16 +204,20 @@ def _row(key: tuple[str, str], points: Sequence[tuple[str, float, float]], *, ap
     if not points:
         return None
     unit, size = UNITS.get(key[1], ("", 1))
-    slope, error = slope_of(points, apart=apart)
+    rise, others = without_largest_rise(points)
+    each = (*slope_of(points, apart=apart), *slope_of(others, apart=apart))
+    slope, error, rest, rest_error = (1000 * value / size for value in each)
     mean = sum(y for _, _, y in points) / len(points) / size
     clusters = len({name for name, _, _ in points})
-    return Slope(" ".join(key), unit, mean, 1000 * slope / size, 1000 * error / size, clusters, len(points))
+    return Slope(" ".join(key), unit, mean, slope, error, clusters, len(points), rise / size, rest, rest_error)
 
 
 def table(rows: Iterable[Slope]) -> str:
     """As lines of Markdown."""
-    lines = ["| what | level | slope per 1000 steps | lives or pieces | measurements |", "|---|---|---|---|---|"]
+    names = ("what", "level", "slope per 1000 steps", "largest rise at once", "slope without it", "lives or pieces", "measurements")
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for r in rows:
         unit = f" {r.unit}" if r.unit else ""
-        lines.append(f"| {r.what} | {r.mean:.1f}{unit} | {r.slope:+.3f} ± {r.error:.3f}{unit} | {r.clusters} | {r.n} |")
+        slope, rest = f"{r.slope:+.3f} ± {r.error:.3f}{unit}", f"{r.rest:+.3f} ± {r.rest_error:.3f}{unit}"
+        lines.append(f"| {r.what} | {r.mean:.1f}{unit} | {slope} | {r.rise:.2f}{unit} | {rest} | {r.clusters} | {r.n} |")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import pytest
 from bus import Bus, Out, Tail
 from bus.messages.groups import GroupVerdict
 from bus.topology import POLICY, VERDICTS
-from scripts.growth import slope_of, slopes
+from scripts.growth import kind_of, slope_of, slopes
 from scripts.soak_home import Home
 from tests.actors.garbage import garbage
 from tests.miles_async.console_data import config, step_done
@@ -52,6 +52,27 @@ def test_growth_is_that_within_lives_not_what_restarts_make_of_it():
     waves = [("one", float(x), 50.0 + 3 * math.sin(x / 40)) for x in range(600)]
     slope, error = slope_of(waves, apart=True)
     assert abs(slope) < 3 * error < 0.1, "of one life, its tenths tell how sure that is"
+
+
+def test_one_step_up_is_told_apart_from_what_grows_all_the_time():
+    """A table that doubles once in a life, and a leak of the same size in the end."""
+
+    def line(done, own):
+        row = {"what": "trainer", "life": "1", "age_s": 200.0, "own": own}
+        return {"piece": 1, "done": done, "processes": [row]}
+
+    [once] = slopes([line(n, (300 << 20) + (4 << 20) * (n >= 60)) for n in range(100)])
+    assert once.slope > 50 and once.rise == 4.0 and once.rest == pytest.approx(0.0, abs=1e-6)
+    [always] = slopes([line(n, (300 << 20) + n * (4 << 20) // 100) for n in range(100)])
+    assert always.slope == pytest.approx(40.0, rel=0.01) and always.rest == pytest.approx(always.slope, rel=0.05)
+    [two] = slopes([line(n, (300 << 20) + (4 << 20) * (n // 30)) for n in range(100)])
+    assert two.rise == 4.0 and two.rest > 50, "two steps up are growth"
+    [falls] = slopes([line(n, (300 << 20) - n) for n in range(100)])
+    assert falls.rise == 0.0 and falls.rest == falls.slope
+
+
+def test_the_server_of_a_run_is_known_by_either_name(tmp_path):
+    assert {kind_of([f"/bin/{name}", "unixsocket:x"], tmp_path) for name in ("redis-server", "valkey-server")} == {"Redis server"}
 
 
 def test_young_lives_are_left_out_and_kinds_are_told_apart():
