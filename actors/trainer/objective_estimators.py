@@ -25,6 +25,8 @@ class Estimator(msgspec.Struct, frozen=True, kw_only=True):
     """needs values, so a second trained model"""
     teacher: bool = False
     """takes a teacher's log-probs in place of rewards"""
+    whole_groups: bool = False
+    """parts of a group, each against the rewards known at its time, would give another gradient"""
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -32,7 +34,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gspo": Estimator(baseline="standardised", policy_loss="gspo"),
     "cispo": Estimator(baseline="standardised", policy_loss="cispo"),
     "rloo": Estimator(baseline="leave_one_out"),
-    "maxrl": Estimator(baseline="over_mean"),
+    "maxrl": Estimator(baseline="over_mean", whole_groups=True),
     "reinforce_plus_plus": Estimator(advantage="discounted", whitens=True),
     "reinforce_plus_plus_baseline": Estimator(advantage="reward_minus_kl", baseline="centred", whitens=True),
     "ppo": Estimator(advantage="gae", critic=True),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,14 +96,13 @@ class Seats:
                 what = no_room(units, await nodes_of(), await free_resources())
                 remedy = "Add nodes or ask for less; raise it for a cluster that grows by demand."
         except BaseException as error:  # also an interrupt: a group that waits for room would wait for ever
+            await _ended(seats)  # first: what it still made would be in a group that is removed, and keep its name for ever
             await self._withdraw()
             if isinstance(error, RunFailed):
                 raise SettingsError(str(error), field="launcher", value="ray") from None
             raise
         finally:
-            for one in seats:
-                one.cancel()
-            await asyncio.gather(*seats, return_exceptions=True)
+            await _ended(seats)
         await self._withdraw()
         raise SettingsError(what, field="ray_wait_s", value=wait_s, remedy=remedy)
 
@@ -308,6 +307,12 @@ class Seats:
                 except (RayActorError, TimeoutError):
                     continue
             await asyncio.to_thread(self._remove, group)
+
+
+async def _ended(tasks: Collection[asyncio.Future[Seat]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _free(name: str, unit: str, bundles: int) -> None:

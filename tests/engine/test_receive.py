@@ -91,9 +91,8 @@ async def test_a_group_whose_trainer_leaves_is_told_and_files_repair_it(
     await asyncio.gather(asyncio.to_thread(sender.open), loader.join(client, plan))
     sender.close()
     await client.pause("retract")
-    with pytest.raises(TransportFailed, match="partially updated") as failed:
+    with pytest.raises(TransportFailed, match="partially updated"):
         await loader.load(client, WeightManifest(), plan, "2")
-    assert failed.value.damaged
     assert (await client.health()).weight_version == "1", "a version is named with its last bucket"
     await client.update_weights_from_disk(str(first), "3")
     await client.resume()

@@ -215,9 +215,8 @@ async def test_a_bucket_that_fails_ends_the_update_before_the_version_is_named(
 ) -> None:
     client, recorder = engine
     recorder.refuse["/update_weights_from_tensor"] = 400
-    with pytest.raises(TransportFailed, match="partially updated") as failed:
+    with pytest.raises(TransportFailed, match="partially updated"):
         await load(Loader("w"), client, plan(), "7")
-    assert failed.value.damaged
     recorder.refuse["/update_weights_from_tensor"] = 500
     with pytest.raises(EngineUnavailable):
         await load(Loader("w"), client, plan(), "7")
@@ -231,9 +230,8 @@ async def test_checksums_come_rank_by_rank(engine: tuple[SGLangClient, Recorder]
 async def test_the_trainer_is_waited_for_until_it_sends_or_the_wait_is_pointless_or_too_long() -> None:
     loader = Loader("w")
     made = plan(deadline_s=0.05)
-    with pytest.raises(TransportFailed, match=r"did not send version 7 within 0\.05 s") as failed:
+    with pytest.raises(TransportFailed, match=r"did not send version 7 within 0\.05 s"):
         await loader.wait_for(7, made, lambda: False)
-    assert not failed.value.damaged
     loader.sending(7)
     assert await loader.wait_for(7, made, lambda: True)
     assert not await loader.wait_for(8, made, lambda: True)
