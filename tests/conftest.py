@@ -22,7 +22,7 @@ from tests.warm.launched import warm_server
 
 LONGEST = {"far_run", "ray_run", "desk"}  # fixtures
 WHOLE_RUNS = {"run_of"} | LONGEST
-LANES = 4
+LANES = 3
 
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

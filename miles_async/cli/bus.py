@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
             case "ls":
                 return await verbs.ls(bus, as_json=args.as_json)
             case "tail" if stream is not None:
-                how = {"n": args.n, "follow": not args.no_follow, "as_json": args.as_json}
+                lives = bus.config.url == ref.bus_url  # nothing will come to the copy of one that has ended
+                how = {"n": args.n, "follow": lives and not args.no_follow, "as_json": args.as_json}
                 return await verbs.tail(bus, stream, where=where, **how)
             case "show":
                 return await verbs.show(bus, stream, args.id, as_json=args.as_json, decode=decoder(ref))

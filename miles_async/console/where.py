@@ -63,6 +63,8 @@ class Where:
                 raise ValueError(f"longer than {LONGEST} characters")
             self._root = ast.parse(text.strip(), mode="eval")
             self.names = self._check(known)
+        except SettingsError:
+            raise  # it is a ValueError too
         except SyntaxError as error:
             raise self._refused(f"cannot be read at character {error.offset or 1}") from None
         except (ValueError, RecursionError, MemoryError) as error:

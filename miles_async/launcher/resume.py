@@ -33,9 +33,17 @@ def resumes_from(settings: RunSettings) -> tuple[Path, int] | None:
 
 def check_resume(settings: RunSettings) -> None:
     """Refuse a checkpoint to resume from that is not there. A probe of the preflight."""
-    c, load = settings.ckpt, load_dir(settings)
-    if not load:
+    if not (load := load_dir(settings)):
         return
+    try:
+        _check_there(settings, load)
+    except OSError as error:  # a name that no file system takes, a folder that we may not enter
+        remedy = "Choose a shorter or another --name, --runs-dir or --load, which this user may read."
+        raise refusal("load", load, f"cannot be looked into: {(error.strerror or str(error)).lower()}", remedy) from None
+
+
+def _check_there(settings: RunSettings, load: str) -> None:
+    c = settings.ckpt
     tracker = Path(load) / TRACKER
     if tracker.is_file() and tracker.read_text(errors="replace").strip() == RELEASE:
         raise refusal("load", load, "it holds converted weights, and no run to resume", "Give it as --ref-load, or add --finetune.")

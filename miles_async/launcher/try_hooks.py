@@ -70,7 +70,7 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
     """What is wrong with a hook; empty when nothing is."""
     try:
         hook = load_hook(path)
-    except Exception as error:  # noqa: BLE001 - the user's module runs while it is imported
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's module runs while it is imported
         return f"cannot be loaded: {type(error).__name__}: {error}"
     if field == "custom_generate_function_path":
         return _rollout_problem(path, ask)
@@ -98,12 +98,12 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         answer = _answer(hook, given, ask.deadline_s)
     except (OSError, TimeoutError):
         return ""
-    except Exception as error:  # noqa: BLE001 - whatever the user's function raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
         outside = type(error).__module__.partition(".")[0] in OUTSIDE
         return "" if outside else f"raised {type(error).__name__}: {error}"
     try:
         return _judged(field, answer, ask, given)
-    except Exception as error:  # noqa: BLE001 - whatever the user's function raises
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
         return str(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,10 @@ def whole_of_miles(args: Any, samples: list[Any]) -> list[float]:
     return [float(one.index) for one in samples]
 
 
+def exits(sample: Any) -> float:
+    sys.exit(4)
+
+
 def keeps_of_miles(args: Any, group: list[Any]) -> Any:
     values = [one.get_reward_value(args) for one in group]
     return SimpleNamespace(keep=max(values) > args.rollout_batch_size, reason="easy")
@@ -76,6 +81,7 @@ def keeps_of_miles(args: Any, group: list[Any]) -> Any:
         ("custom_rm_path", "as_many", True, ""),
         ("custom_rm_path", "one_for_all", True, "not with a list of as many rewards"),
         ("custom_rm_path", "one_for_all", False, ""),
+        ("custom_rm_path", "exits", False, "raised SystemExit: 4"),
         ("custom_rm_path", "of_miles", False, ""),
         ("custom_rm_path", "whole_of_miles", True, ""),
         ("dynamic_sampling_filter_path", "keeps_of_miles", False, ""),
