@@ -2,9 +2,9 @@
 
 Reads and writes  knobs    Owns  state field `knob_epoch`
 The first entry holds all settings and the kinds of those that are live; each later one what it changed. The stream is the
-truth: a rerun of the same run keeps what was tuned. Two patches at once cannot both take an epoch: the loser is checked
-again against the winner's result. A plan (plans.py) waits on the stream until the trainer begins its step: nothing that is proposed
-may make it impossible.
+truth: a rerun keeps what was tuned, but for settings that its operator has changed since the last start. Two patches at once
+cannot both take an epoch: the loser is checked again against the winner's result. A plan (plans.py) waits on the stream until
+the trainer begins its step: nothing that is proposed may make it impossible.
 """
 
 from __future__ import annotations

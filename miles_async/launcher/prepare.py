@@ -35,9 +35,10 @@ from actors.trainer.checkpoint import (
     restore_bus,
 )
 from bus import Bus, Commit
+from bus.errors import KnobRejected
 from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import leaves_plans, pending, publish_initial, read_history, values_at
-from bus.messages.control import Kind
+from bus.messages.control import Kind, KnobPatch
 from bus.private import private_directory, write_secret
 from bus.streams.redis import LIFE
 from miles_async import __version__
@@ -286,8 +287,9 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
         )
     if history := await read_history(bus):
         held = dict(values_at(history, history[-1].epoch).values)
-        check_kept(values | {name: held[name] for name in live if name in held} | wanted)
-        leaves_plans(held | wanted, pending(history), check_patch)
+        then = values | {name: held[name] for name in live if name in held} | wanted
+        check_kept(then)
+        check_plans(then, pending(history))
         for name in (n for n, value in wanted.items() if held.get(n, value) != value):
             notes.append(f"knob changed since the last start: {name} was {held[name]!r} and is {wanted[name]!r}")
     differences = await publish_initial(bus, values, live, changed=wanted.keys())
@@ -310,6 +312,17 @@ def check_kept(values: Mapping[str, Any]) -> None:
         raise SettingsError(
             f"the run keeps live values that do not go with its settings now: {first}",
             remedy="Start it with the settings it had, and change the live ones with miles-async tune.",
+        ) from None
+
+
+def check_plans(values: Mapping[str, Any], plans: Sequence[KnobPatch]) -> None:
+    """SettingsError when a planned patch could not hold any more. Who has not started the run yet cannot cancel the plan."""
+    try:
+        leaves_plans(values, plans, check_patch)
+    except KnobRejected as error:
+        raise SettingsError(
+            f"the run keeps a plan that does not go with what changed since its last start: {error.__cause__}",
+            remedy="Start it with the settings it had, cancel the plan (miles-async tune --cancel), then change them.",
         ) from None
 
 

@@ -12,6 +12,7 @@ from actors.trainer.checkpoint import TRACKER, latest
 from actors.trainer.spec import TrainerSpec
 from bus import Bus, BusConfig, Commit
 from bus.knobs.live import propose, read_history, values_at
+from bus.knobs.plans import cancel, plan
 from miles_async.launcher import prepare
 from miles_async.launcher.plan import Place, backend_config, told
 from miles_async.launcher.prepare import engine_token, place_of, prepare_bus
@@ -111,6 +112,11 @@ async def test_a_knob_that_was_tuned_stays_until_the_operator_gives_its_setting_
     assert values["max_waves"] == 40 and not any("max_waves" in note for note in notes)
     async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
         assert (await read_history(bus))[-1].reason == "settings of this start"
+        planned = await plan(bus, {"max_weight_staleness": 1}, at_step=400, author="me", check=check_patch)
+    with pytest.raises(SettingsError, match=r"keeps a plan that does not go .* max_weight_staleness = 1"):
+        await start(max_waves=40, use_tis=False)
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await cancel(bus, planned.epoch, author="me")
         await propose(bus, {"max_weight_staleness": 2}, author="me", check=check_patch)
     with pytest.raises(SettingsError, match="live values that do not go with its settings now: max_weight_staleness = 2"):
         await start(max_waves=40, use_tis=False)
