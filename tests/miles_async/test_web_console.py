@@ -204,6 +204,9 @@ def test_an_ended_run_is_shown_from_a_copy_and_cannot_be_changed(tmp_path: Path)
 
     asyncio.run(live())
     server.stop()
+    tail = [sys.executable, "-m", "miles_async", "bus", "tail", "policy", "-n", "1", "--run", "late", "--runs-dir", str(tmp_path)]
+    told = subprocess.run(tail, capture_output=True, text=True, timeout=60, check=False)  # it follows no copy
+    assert told.returncode == 0 and len(told.stdout.splitlines()) == 1, told
     command = [sys.executable, "-m", "miles_async", "console", "late", "--runs-dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
