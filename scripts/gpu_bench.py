@@ -264,6 +264,7 @@ def main() -> int:
     parser.add_argument("--bucket-mib", type=int, default=2048, help="largest bucket of ipc and nccl")
     parser.add_argument("--e2e-runs", nargs="*", help="only these runs of e2e (default: all, with the ratios)")
     parser.add_argument("--train-steps", type=int, default=10, help="training steps of each run of e2e")
+    parser.add_argument("--train-flags", default="", help="of train, in one word: what every run of e2e is given besides")
     parser.add_argument(
         "--kinds", nargs="+", choices=gpu_speed.KINDS, default=gpu_speed.KINDS, help="what throughput compares"
     )

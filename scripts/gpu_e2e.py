@@ -223,7 +223,7 @@ def _words(b: Any, model: Path, prompts: Path, name: str, flags: list[str]) -> l
             words += [f"--sglang-{flag}", str(value)]
     elif "--num-generation-workers" not in flags:
         words += ["--num-generation-workers", "1"]
-    return words
+    return words + a.train_flags.split()
 
 
 async def _run(b: Any, words: list[str], name: str, kill_after: int) -> dict[str, Any]:
