@@ -185,7 +185,9 @@ def _lines_of(file: Path) -> Numbered:
     for number, line in _lines(file):
         try:
             row = json.loads(line)
-        except ValueError:  # JSONDecodeError and UnicodeDecodeError
+        except UnicodeDecodeError:
+            raise BadData(f"{file}, line {number}, is not UTF-8 text", "Save the file as UTF-8.") from None
+        except ValueError:
             raise BadData(f"{file}, line {number}, is not JSON", "Each line must be one JSON object.") from None
         if not isinstance(row, dict):
             raise BadData(f"{file}, line {number}, is not a JSON object", "Each line must be one.")

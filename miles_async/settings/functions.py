@@ -5,7 +5,8 @@ import re
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import BATCH, Flat
 
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
+"""The two forms that load_hook takes: package.module.function and file.py:function."""
 
 
 def rewards_have_a_source(s: Flat) -> None:
@@ -75,13 +76,14 @@ def dotted_paths_are_well_formed(s: Flat) -> None:
     own = {name: path for name in (*names, "environment_path", *BATCH) if (path := getattr(s, name)) is not None}
     for name, path in (own | s.hook_paths).items():
         if not DOTTED.fullmatch(path):
-            raise refusal(name, path, "not a dotted path", "Write package.module.function.")
+            raise refusal(name, path, "not the path of a function", "Write package.module.function or file.py:function.")
     for name, path in (
         ("dynamic_sampling_filter_path", s.dynamic_sampling_filter_path),
         ("buffer_filter_path", s.buffer_filter_path),
     ):
         if not (path.isidentifier() or DOTTED.fullmatch(path)):
-            raise refusal(name, path, "neither a shipped name nor a dotted path", "Write package.module.function.")
+            remedy = "Write package.module.function or file.py:function."
+            raise refusal(name, path, "neither a shipped name nor the path of a function", remedy)
 
 
 def tools_and_agents_have_what_they_need(s: Flat) -> None:

@@ -113,7 +113,7 @@ def test_a_path_may_hold_an_at_sign():
         ("a.csv", b"x", (".csv", ".jsonl, .parquet or .arrow")),
         ("empty.jsonl", b"\n\n", ("prompt_data", "holds no rows")),
         ("bad.jsonl", b'{"input": "a"}\nnot json\n', ("line 2", "is not JSON")),
-        ("bytes.jsonl", b'{"input": "\xff"}\n', ("line 1", "is not JSON")),
+        ("bytes.jsonl", b'{"input": "\xff"}\n', ("line 1", "is not UTF-8 text")),
         ("list.jsonl", b"[1]\n", ("line 1", "not a JSON object")),
         ("keys.jsonl", b'{"inputs": "a"}\n', ("input_key = 'input'", "Did you mean inputs?")),
         ("blank.jsonl", b'{"input": " "}\n', ("row 1", "non-empty string")),

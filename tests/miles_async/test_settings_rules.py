@@ -255,3 +255,14 @@ def test_a_rollout_function_is_beside_one_worker_and_those_of_miles_beside_none(
     own = "miles.rollout.sglang_rollout.generate_rollout"
     assert set(workers(own).values()) == {("", True)}
     assert any("is done here anyway" in note for note in notes(make(rollout_function_path=own).flat))
+
+
+@pytest.mark.parametrize("path", ["rewards.mine", "my.rewards.mine", "rewards.py:mine", "/my code/rewards.py:mine"])
+def test_a_function_is_named_as_load_hook_takes_it(path: str) -> None:
+    assert without("rm_type", custom_rm_path=path).rollout.custom_rm_path == path
+
+
+@pytest.mark.parametrize("path", ["rewards", "rewards.py", "rewards.py:", "rewards.py:two words", ":mine", "my.rewards:mine"])
+def test_what_names_no_function_is_refused_with_both_forms(path: str) -> None:
+    with pytest.raises(SettingsError, match="package.module.function or file.py:function"):
+        without("rm_type", custom_rm_path=path)
