@@ -262,7 +262,7 @@ def test_a_function_is_named_as_load_hook_takes_it(path: str) -> None:
     assert without("rm_type", custom_rm_path=path).rollout.custom_rm_path == path
 
 
-@pytest.mark.parametrize("path", ["rewards", "rewards.py", "rewards.py:", "rewards.py:two words", ":mine", "my.rewards:mine"])
+@pytest.mark.parametrize("path", ["rewards", "rewards.py:", "rewards.py:two words", ":mine", "my.rewards:mine"])
 def test_what_names_no_function_is_refused_with_both_forms(path: str) -> None:
-    with pytest.raises(SettingsError, match="package.module.function or file.py:function"):
+    with pytest.raises(SettingsError, match=r"package\.module\.function or file\.py:function"):
         without("rm_type", custom_rm_path=path)
