@@ -5,8 +5,8 @@
 
 Each case is one trainer as a run has it: rank 0 through `RankedBackend`, rank 1 as `python -m actors.trainer.follower`. `tp2_sp`
 writes a checkpoint after its steps, which `one_loads` and `pp2_loads` read. Compared are losses, gradient norms and entropies of
-the same four updates, and a hash over all exported weights. `export_tp2` and `export_pp2` measure on both ranks what an export
-adds to the GPU's memory. Without a GPU `--shape small` rehearses it. Weights are random. Needs no network.
+two steps with two updates each, and a hash over all exported weights. `export_tp2` and `export_pp2` measure on both ranks what an
+export adds to the GPU's memory. Without a GPU `--shape small` rehearses all but these two. Weights are random. Needs no network.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -38,16 +39,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 CASES = ("one", "tp2_sp", "one_loads", "pp2_loads", "pp2", "cp2", "dp2", "export_tp2", "export_pp2", "pp2_vpp2")
 BUCKET = 512 << 20
-
-
-def own_of(case: str) -> dict[str, Any]:
-    name = {"export_tp2": "tp2_sp", "export_pp2": "pp2"}.get(case, case.removesuffix("_loads"))
-    return LAYOUTS[name]
+NUMBERS = ("loss", "grad_norm", "entropy_loss")
 
 
 def settings(case: str) -> dict[str, Any]:
+    layout = {"export_tp2": "tp2_sp", "export_pp2": "pp2"}.get(case, case.removesuffix("_loads"))
     # Two updates a batch and an entropy term: on-policy losses alone are sums of advantages, 0 whatever the model says.
-    return {"num_steps_per_rollout": 2, "objective": {"entropy_coef": 0.01}, "own": own_of(case)}
+    return {"num_steps_per_rollout": 2, "objective": {"entropy_coef": 0.01}, "own": LAYOUTS[layout]}
 
 
 def exported(backend: Any) -> str:
@@ -63,11 +61,16 @@ def exported(backend: Any) -> str:
 
 
 def trained(args: argparse.Namespace, case: str) -> Iterator[dict[str, Any]]:
-    """Four updates and the weights before; then how long a step takes, or the checkpoint written."""
+    """A case that loads: its weights and a step. Others: two steps, the checkpoint of `tp2_sp`, a step's time."""
     from actors.trainer.training.ranked import RankedBackend
 
     model, backend = one_gpu.model_of(args.models, args.shape), RankedBackend("megatron")
     vocab = one_gpu.SMALL["vocab_size"] if args.shape == "small" else 151936
+
+    def step(number: int) -> dict[str, float]:
+        found = backend.train_step(one_gpu.batch(number, vocab, samples=16, tokens=512)).metrics
+        return {name: found[f"train/{name}"] for name in NUMBERS}
+
     backend.setup(one_gpu.config(model, megatron=True, **settings(case)))
     checkpoint = args.models / "checkpoint-tp2"
     if case.endswith("_loads"):
@@ -75,17 +78,13 @@ def trained(args: argparse.Namespace, case: str) -> Iterator[dict[str, Any]]:
         backend.load(checkpoint)
         wanted = json.loads((args.out / "tp2_sp.json").read_text())
         yield {"load_s": time.monotonic() - began, "same_weights_as_saved": exported(backend) == wanted["weights_saved"]}
-        found = backend.train_step(one_gpu.batch(2, vocab, samples=16, tokens=512)).metrics
-        yield {"next_update": {name: found[f"train/{name}"] for name in NUMBERS}, "of_the_saver": wanted["next_update"]}
+        yield {"next_step": step(2), "of_the_saver": wanted["next_step"]}
         backend.close()
         return
     yield {"weights_before": exported(backend)}
-    rows = []
-    for step in range(2):
-        metrics = backend.train_step(one_gpu.batch(step, vocab, samples=16, tokens=512)).metrics
-        rows.append({name: metrics[f"train/{name}"] for name in NUMBERS})
-    yield {"updates": rows}
+    yield {"steps": [step(0), step(1)]}
     if case == "tp2_sp":
+        shutil.rmtree(checkpoint, ignore_errors=True)  # of an earlier call
         checkpoint.mkdir(parents=True)
         began = time.monotonic()
         saved = backend.save(checkpoint)
@@ -93,16 +92,12 @@ def trained(args: argparse.Namespace, case: str) -> Iterator[dict[str, Any]]:
         saved.write()
         saved.finish()
         yield {"copy_s": copied - began, "write_s": time.monotonic() - copied, "weights_saved": exported(backend)}
-        found = backend.train_step(one_gpu.batch(2, vocab, samples=16, tokens=512)).metrics
-        yield {"next_update": {name: found[f"train/{name}"] for name in NUMBERS}}
+        yield {"next_step": step(2)}
     large = one_gpu.batch(7, vocab, samples=8 if args.shape == "small" else 64, tokens=512)
     tokens = sum(len(s.prompt_tokens) + len(s.response_tokens) for s in large.samples)
     seconds = one_gpu.timed(lambda: backend.train_step(large), warm=2, times=3)
     yield {"step_s_of_two_updates": seconds, "tokens_per_s": tokens / seconds}
     backend.close()
-
-
-NUMBERS = ("loss", "grad_norm", "entropy_loss")
 
 
 def export(args: argparse.Namespace, case: str, rank: int) -> Iterator[dict[str, Any]]:

@@ -5,8 +5,8 @@ import re
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import BATCH, Flat
 
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
-"""The two forms that load_hook takes: package.module.function and file.py:function."""
+FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
+FORMS = "Write package.module.function or file.py:function."  # what load_hook takes
 
 
 def rewards_have_a_source(s: Flat) -> None:
@@ -70,20 +70,19 @@ def data_of_a_function_has_a_known_end(s: Flat) -> None:
         raise refusal("num_epoch", s.num_epoch, "data_source_path says only at work how many rows it has", "Set --num-rollout N.")
 
 
-def dotted_paths_are_well_formed(s: Flat) -> None:
+def function_paths_are_well_formed(s: Flat) -> None:
     names = ("custom_rm_path", "data_source_path", "custom_generate_function_path", "custom_agent_function_path",
              "rollout_function_path")  # fmt: skip
     own = {name: path for name in (*names, "environment_path", *BATCH) if (path := getattr(s, name)) is not None}
     for name, path in (own | s.hook_paths).items():
-        if not DOTTED.fullmatch(path):
-            raise refusal(name, path, "not the path of a function", "Write package.module.function or file.py:function.")
+        if not FUNCTION_PATH.fullmatch(path):
+            raise refusal(name, path, "not the path of a function or class", FORMS)
     for name, path in (
         ("dynamic_sampling_filter_path", s.dynamic_sampling_filter_path),
         ("buffer_filter_path", s.buffer_filter_path),
     ):
-        if not (path.isidentifier() or DOTTED.fullmatch(path)):
-            remedy = "Write package.module.function or file.py:function."
-            raise refusal(name, path, "neither a shipped name nor the path of a function", remedy)
+        if not (path.isidentifier() or FUNCTION_PATH.fullmatch(path)):
+            raise refusal(name, path, "neither a shipped name nor the path of a function", FORMS)
 
 
 def tools_and_agents_have_what_they_need(s: Flat) -> None:
@@ -107,5 +106,5 @@ RULES = (
     groups_are_scored_by_what_can,
     data_of_a_function_has_a_known_end,
     a_rollout_function_has_all_it_asks_for,
-    dotted_paths_are_well_formed,
+    function_paths_are_well_formed,
 )
