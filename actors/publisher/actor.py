@@ -135,6 +135,7 @@ class Publisher:
                 self._active = None
                 self._target = None  # the restored trainer announces its version again
                 self._lost |= {version.id for version in self._announced.values() if version.step > message.step}
+                self._members.withdraw(*self._announced)
             case Event(kind="weights refused"):
                 self._members.fold(message, now)
                 if target is not None and target.spoiled(str(message.data.get("path", ""))):
@@ -165,7 +166,7 @@ class Publisher:
             serving=serving,
             target=version,
             fraction=1.0 if target.host else spec.wave_fraction,  # the trainer sends to all together
-            in_progress=[n for n, m in members.all.items() if m.ordered is not None and m.ordered[0] == version],
+            in_progress=members.on_the_way(version),
             late=[n for n, m in members.all.items() if m.late],
         )
         wave = [name for name in wave if name not in hopeless | refusers]
@@ -263,7 +264,8 @@ class Publisher:
         await context.bus.append([Out(ACTIVE, order)], repeatable=True)
         fault_point(context.name, "after_order")
         for name in workers:
-            self._members.all[name].ordered = (version.id, now)
+            member = self._members.all[name]
+            member.ordered, member.fetches = (version.id, now), order.parcel is not None
 
     def _are_gone(self, files: WeightManifest) -> bool:
         """Whether files that the trainer wrote here are not there any more."""
