@@ -68,13 +68,21 @@ def groups() -> list[str]:
     return sorted(str(one["name"]) for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED")
 
 
-async def told(tmp_path: Path, part: int, times: int = 1) -> list[str]:
-    """The command of one part of the engine, as it was started last."""
+def meeting_of(tmp_path: Path) -> str:
+    """Where the engine's parts meet, as it was started last."""
+    return str(msgspec.json.decode((tmp_path / "actors" / "generation-0.json").read_bytes())["room"]["meeting"])
+
+
+async def told(tmp_path: Path, part: int, meeting: str) -> list[str]:
+    """The command of one part of the engine that was to meet the others there."""
     log = tmp_path / "logs" / f"generation-0-node-{part}.log"
     async with asyncio.timeout(60):
-        while not log.exists() or log.read_text().count("told") < times:  # noqa: ASYNC110 - another process writes it
+        while True:
+            lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+            for line in lines:
+                if line.endswith("\n") and meeting in (words := line.split()):
+                    return words
             await asyncio.sleep(0.05)
-    return log.read_text().splitlines()[-1].split()
 
 
 async def test_an_engine_over_two_nodes_starts_and_starts_anew_when_one_dies_meanwhile(
@@ -87,11 +95,11 @@ async def test_an_engine_over_two_nodes_starts_and_starts_anew_when_one_dies_mea
     seats = dict(placer._seats.of("generation-0")[0].seats)
     assert len({seat.facts["node"] for seat in seats.values()}) == 2 and [len(s.facts["gpus"]) for s in seats.values()] == [4, 4]
     process = await placer.start(spec)
-    room = msgspec.json.decode((tmp_path / "actors" / "generation-0.json").read_bytes())["room"]
-    words = await told(tmp_path, 1)
+    meeting = meeting_of(tmp_path)
+    words = await told(tmp_path, 1, meeting)
     line = " ".join(words)
-    assert "--nnodes 2" in line and "--node-rank 1" in line and f"--dist-init-addr {room['meeting']}" in line
-    assert room["meeting"].startswith(seats[0].facts["address"] + ":")
+    assert "--nnodes 2" in line and "--node-rank 1" in line and f"--dist-init-addr {meeting}" in line
+    assert meeting.startswith(seats[0].facts["address"] + ":")
     assert words[-1] == ",".join(seats[1].facts["gpus"])
     await process.stop(0.0)
     await placer.end_of(spec, process)
@@ -103,9 +111,9 @@ async def test_an_engine_over_two_nodes_starts_and_starts_anew_when_one_dies_mea
     cluster.add_node(num_cpus=2, num_gpus=4)
     await asyncio.wait_for(placer.place(spec), 60)
     process = await placer.start(spec)
-    words = await told(tmp_path, 1, times=2)
-    anew = msgspec.json.decode((tmp_path / "actors" / "generation-0.json").read_bytes())["room"]["meeting"]
-    assert anew in words and anew != room["meeting"]
+    anew = meeting_of(tmp_path)
+    assert anew != meeting
+    await told(tmp_path, 1, anew)
     await process.stop(0.0)
     await placer.close()
     assert groups() == []
