@@ -21,6 +21,7 @@ from bus.messages.control import ActorState, Event, Vitals
 from bus.topology import EVENTS
 
 AT_ONCE_S = 0.02
+ANSWERS = 3  # of the bus, of which the quickest is told
 ROOM_S = 10.0  # between two looks at the host's disk and memory
 STOP_WISH = "stop"
 """Field of the run's state: who asked the whole run to stop; empty = nobody. Every actor looks at each heartbeat, so that it
@@ -62,6 +63,7 @@ class Context:
         self.depot = ""  # where this actor serves versions to other hosts
         self.received = 0  # bytes of versions that came from other hosts
         self._room_due = 0.0
+        self._answered_s: tuple[float, ...] = ()  # how long the bus took for the last vitals
         self._waits: list[tuple[str, float]] = []
         self._last_wait: tuple[str, float, float] = ("", 0.0, 0.0)
 
@@ -134,6 +136,8 @@ class Context:
         if self.clock.monotonic() >= self._room_due:
             self._room_due = self.clock.monotonic() + ROOM_S
             self.counters |= await asyncio.to_thread(room_left, self.spec.run_dir or "/")
-        vitals = self.vitals()
+        vitals, asked = self.vitals(), self.clock.monotonic()
         await self.bus.set_vitals(self.name, vitals)
+        self._answered_s = (*self._answered_s[1 - ANSWERS :], self.clock.monotonic() - asked)
+        self.counters["bus/answer_s"] = min(self._answered_s)  # one late answer is a process that waited for a core
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)

@@ -148,7 +148,7 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
 
 
 def _kind(value: object) -> str:
-    return f"a {type(value).__name__} ({str(value)[:60]!r})"
+    return "null" if value is None else f"a {type(value).__name__} ({str(value)[:60]!r})"
 
 
 class Tokenizer:

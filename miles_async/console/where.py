@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ _COMPARE: dict[type, Callable[[Any, Any], bool]] = {
     ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }
+_ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)")
 _CALLS: dict[str, Callable[[Any], Any]] = {"len": len, "abs": abs}
 _NODES = (
     *(
@@ -66,7 +68,8 @@ class Where:
         except SettingsError:
             raise  # it is a ValueError too
         except SyntaxError as error:
-            raise self._refused(f"cannot be read at character {error.offset or 1}") from None
+            hint = "Write == to compare." if _ASSIGNS.search(text) else None
+            raise self._refused(f"cannot be read at character {error.offset or 1}", hint) from None
         except (ValueError, RecursionError, MemoryError) as error:
             raise self._refused(str(error) or "nested too deep") from None
 

@@ -9,6 +9,7 @@ from typing import Any
 from actors.trainer.checkpoint import TRACKER, bus_state_file, iter_dir, latest, others, resume_point, write_durably
 from bus.errors import CheckpointRefused
 from miles_async.settings.checkpoints import RELEASE, there_are
+from miles_async.settings.checks import check_run_dir
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.errors import SettingsError, refusal
 from miles_async.settings.live import initial_values
@@ -32,7 +33,8 @@ def resumes_from(settings: RunSettings) -> tuple[Path, int] | None:
 
 
 def check_resume(settings: RunSettings) -> None:
-    """Refuse a checkpoint to resume from that is not there. A probe of the preflight."""
+    """Refuse a folder that cannot be made, and a checkpoint to resume from that is not there. A probe of the preflight."""
+    check_run_dir(settings)
     if not (load := load_dir(settings)):
         return
     try:

@@ -5,7 +5,9 @@ Always true: the pieces of a word are in order, and each says whether it stood i
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from miles_async.settings.errors import SettingsError
@@ -15,6 +17,8 @@ OPERATOR = re.compile(r"<<<|<<-?|&>>?|>>|>&|<&|\|\||&&|;;|[;&|()<>\n]")
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^\]\s]*\])?(\+?)=")
 NAME = re.compile(r"[A-Za-z_]\w*")
 _BRACES = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?:\[([@*0])\])?(?:(:?[-=+?])|(?=\}))")
+_SUM = re.compile(r"\$\(\([\w\s$+*/%(){}-]{1,200}\)\)")
+_SUM_NAME = re.compile(r"\$\{([A-Za-z_]\w*)\}|\$?\b([A-Za-z_]\w*)")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 
@@ -195,3 +199,43 @@ class Lexer:
             elif c == "{" and s[self._i - 2] == "$":
                 self._skip("}")
         raise self._unclosed(close)
+
+
+def arithmetic(raw: str, known: Callable[[str], str]) -> str | None:
+    """The value of `$((2 * N))`: whole numbers, names, + - * / % and parentheses. None for anything else, and where `known` gives
+    no whole number for a name."""
+    if not _SUM.fullmatch(raw):
+        return None
+    text = _SUM_NAME.sub(lambda found: f"({known(found[1] or found[2]) or '?'})", raw[3:-2])
+    try:
+        return str(_whole(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return None
+
+
+def _whole(node: ast.expr) -> int:
+    """Numbers as in a shell: they are cut towards zero, and have 64 bits; ValueError for what is none."""
+    match node:
+        case ast.Constant(value=int(value)):
+            number = value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            number = -_whole(operand)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Mod() as op, right=right):
+            a, b = _whole(left), _whole(right)
+            quotient = 0 if not isinstance(op, ast.Div | ast.Mod) else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+            match op:
+                case ast.Add():
+                    number = a + b
+                case ast.Sub():
+                    number = a - b
+                case ast.Mult():
+                    number = a * b
+                case ast.Div():
+                    number = quotient
+                case _:
+                    number = a - b * quotient
+        case _:
+            raise ValueError("not read")
+    if not -(2**63) <= number < 2**63:
+        raise ValueError("more than 64 bits")
+    return number

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,21 @@ def _check_experts(settings: RunSettings, config: Mapping[str, Any]) -> None:
         if getattr(settings.grpo, name) and not config.get("num_experts_per_tok"):
             problem = "the model has no experts whose choice could be replayed"
             raise SettingsError(problem, field=name, value=True, remedy="Leave it out.")
+
+
+def check_run_dir(settings: RunSettings) -> None:
+    """Refuse a folder for the run that cannot be made. Nothing is made."""
+    there = settings.run_dir.absolute()
+    try:
+        while not there.exists():
+            there = there.parent
+        problem = f"{there} is a file, not a folder" if not there.is_dir() else f"{there} may not be written by this user"
+        fits = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except OSError as error:  # a name that no file system takes, a folder that we may not enter
+        fits, problem = False, f"{settings.run_dir} cannot be looked into: {(error.strerror or str(error)).lower()}"
+    if not fits:
+        remedy = "Choose a shorter or another --runs-dir or --name, which this user may write."
+        raise SettingsError(problem, field="runs_dir", value=settings.launch.runs_dir, remedy=remedy)
 
 
 def model_context(config: Mapping[str, Any]) -> int | None:

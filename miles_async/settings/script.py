@@ -1,9 +1,10 @@
 """A launch script of bash, read and never run: the words that it gives to train.py, as far as they can be known.
 
 Reads  the script, and what it sources, where that is there    Writes  nothing
-Known are assignments, arrays, `${X:-default}`, quotes, `source`, this process's environment, and the usual ways to say "the folder
-of this script". What needs a shell (substituted commands, loops, conditions) leaves the words that
-depend on it unread, with place and reason. The script is given no arguments. Always true: no process is started.
+Known are assignments, arrays, `${X:-default}`, `$((2 * N))`, quotes, `source`, `bash -c`, `eval`, this process's environment, and
+the usual ways to say "the folder of this script". What needs a shell (substituted commands, loops, conditions, arguments of
+functions) leaves the words that depend on it unread, with place and reason. The script is given no arguments. Always true: no
+process is started.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from miles_async.settings.bash import SEPARATORS, Lexer, Part, Token
+from miles_async.settings.bash import SEPARATORS, Lexer, Part, Token, arithmetic
 from miles_async.settings.errors import SettingsError
 
 PROGRAMS = ("train.py", "train_async.py")
@@ -78,6 +79,7 @@ class _Reader:
         self._values: dict[str, list[Word]] = {}
         self._exported: dict[str, None] = {}
         self._lost: list[str] = []  # sourced files that were not read
+        self._unsure = ""  # why the command that is read may not be run, or not so
 
     def file(self, path: Path) -> None:
         """Read one file to its end."""
@@ -89,7 +91,11 @@ class _Reader:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise SettingsError(f"cannot read {path}: {why}", remedy="Give a launch script.") from None
-        tokens = [*Lexer(text, str(path)).tokens(), Token(0, "\n")]
+        self._text(text, path.name)
+
+    def _text(self, text: str, name: str, outside: str = "") -> None:
+        """Read commands. `name`: where they stand; `outside`: why they may not be run."""
+        tokens = [*Lexer(text, name).tokens(), Token(0, "\n")]
         blocks: list[str] = []  # that we are in; each says why what it sets is unsure, "" where it is sure
         command: list[Token] = []
         joined, function, redirected = "", "", False
@@ -102,11 +108,12 @@ class _Reader:
             elif token.text == "(" and then.text == ")" and len(command) == 1:
                 function, command = f"the function {command[0].text}", []
             elif command:
-                rest = self._enter(command, blocks, function, path.name)
+                rest = self._enter(command, blocks, function, name)
                 function = "" if rest is not command else function
                 if rest:
-                    self._command(rest, path.name, next(filter(None, blocks), joined))
-                joined = f"what `{token.text}` joins at {path.name}:{token.line}" if token.text in ("&&", "||") else ""
+                    self._unsure = next(filter(None, blocks), joined) or outside
+                    self._command(rest, name, self._unsure)
+                joined = f"what `{token.text}` joins at {name}:{token.line}" if token.text in ("&&", "||") else ""
                 command = []
 
     def _enter(self, command: list[Token], blocks: list[str], function: str, file: str) -> list[Token]:
@@ -154,6 +161,10 @@ class _Reader:
         elif program:
             prefix = {t.assigned[1]: w for t in command[:before] if t.assigned and (w := self._value(t, file)[0])}
             self._start(words, program, prefix)
+        elif name == "eval" and len(words) > 1:
+            self._given(words[1:], name, unsure)
+        elif name in ("bash", "sh") and len(words) == 3 and words[1].text in ("-c", "-lc"):
+            self._given(words[2:], name, unsure)
         elif name in ("source", ".") and len(words) > 1:
             self._source(words[1], unsure)
         elif name in ("read", "mapfile", "readarray", "unset") or [w.text for w in words[:2]] == ["printf", "-v"]:
@@ -162,6 +173,21 @@ class _Reader:
         elif name not in QUIET and not unsure.startswith("the `case`"):
             what = " ".join(word.text for word in words[: 1 + (name == "ray")])
             self.not_run.setdefault(what, []).append(f"line {line}")
+
+    def _given(self, words: list[Word], name: str, unsure: str) -> None:
+        """Read the commands that the words of `eval`, or of another shell, hold. That one knows what is exported alone."""
+        text = _joined(words, " ")
+        starts = any(program in text.text for program in PROGRAMS)
+        if self._files >= MOST_FILES or (text.unread and not starts):
+            self.not_run.setdefault(name, []).append(f"line {text.where.rpartition(':')[2]}")
+            return
+        self._files += 1
+        values = self._values
+        if name != "eval":
+            self._values = {known: value for known, value in values.items() if known in self._exported}
+        self._text(text.text, text.where, unsure)  # where a variable is not known it stands as written, and is unread again
+        if name != "eval":
+            self._values = values
 
     def _value(self, token: Token, file: str) -> list[Word]:
         """Of an assignment: the elements of an array, or one word."""
@@ -256,11 +282,14 @@ class _Reader:
                 return [Word(os.path.normpath(f"{self._path.resolve().parent}{folder['rest'] or ''}"), where)]
             return [Word(part.raw, where, f"{part.raw} is not run")]
         if part.kind == "no":
-            return [Word(part.raw, where, f"{part.raw} is known to a shell alone")]
+            number = arithmetic(part.raw, lambda name: next((w.text for w in self._known(name, where) or () if not w.unread), ""))
+            return [Word(number or part.raw, where, "" if number else f"{part.raw} is known to a shell alone")]
         known = self._known(part.text, where)
         if known is None and part.kind == "all" and self._lost and part.text != ARCHITECTURE:
             return [Word(part.raw, where, f"{part.raw} may be set in {self._lost[0]}, which is not read")]
         if known is None and part.text in ("@", "*"):
+            if self._unsure.startswith("the function"):
+                return [Word(part.raw, where, f"{part.raw} are what {self._unsure} is given")]
             return []  # the script is given no arguments
         if known is None and part.kind == "all":
             self.script.notes.append(f"{where}: {part.raw} is set nowhere, and stands for nothing")

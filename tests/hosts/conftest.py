@@ -21,6 +21,8 @@ from bus.inspect import wall_of
 from bus.messages.control import Event
 from bus.server.binary import find_server
 from bus.topology import EVENTS
+from miles_async.console.doctor.diagnosis import diagnose
+from miles_async.console.scene import read_scene
 from tests.crash.conftest import FAILED, keep, leave_out_slow, pytest_runtest_makereport, toy
 from tests.crash.house import REPO, Missed, Run, Tables, merged, toy_tables, until
 from tests.hosts.net import Host, Net, why_not
@@ -121,6 +123,14 @@ class FarRun(Run):
                 until(f"{name} serves", served, seconds=seconds, every_s=0.25)
             except Missed as missed:
                 raise Missed(f"{missed}\n{self.story()}") from None
+
+    def doctor(self) -> str:
+        """What it finds."""
+
+        async def look(bus: Bus) -> str:
+            return "\n".join(finding.text for finding in diagnose(await read_scene(bus)))
+
+        return str(self.ask(look))
 
     @property
     def left(self) -> Path:

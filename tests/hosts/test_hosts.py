@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.crash.house import Tables, merged
+from tests.crash.house import Tables, merged, until
 from tests.crash.judge import judge
 from tests.hosts.conftest import FarRun
 from tests.hosts.net import Host
@@ -94,6 +94,8 @@ def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(
         if meanwhile:
             WHILE_AWAY[meanwhile](run)
         time.sleep(seconds)
+        if what == "is slow":
+            until("the doctor names the link", lambda who=who: f"the link of {who} is slow" in run.doctor(), seconds=60.0)
         served, back_at = len(run.events("b", "activated")), time.time()
         hosts[who].mend()
         run.until_it_serves("b", more_than=served, seconds=60.0)

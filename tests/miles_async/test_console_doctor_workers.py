@@ -51,6 +51,28 @@ async def test_a_host_with_a_wrong_clock_is_named(redis_url, run_name, skew_s, w
     assert not word or re.match(f"the clock of node7 is 1:[23][0-9] {word} Redis's", found["clock"]), found
 
 
+@pytest.mark.parametrize(
+    ("late_s", "usual_s", "named"), [(2.25, 0.004, True), (0.04, 0.004, False), (2.25, 1.9, False), (2.25, None, False)]
+)
+async def test_a_host_that_the_bus_answers_much_later_than_others_has_a_slow_link(redis_url, run_name, late_s, usual_s, named):
+    async with timeless(redis_url, run_name) as bus:
+        story = Story(bus)
+        await story.whole()
+        near = {} if usual_s is None else {"bus/answer_s": usual_s}
+        await story.alive(vitals("trainer", version=2, counters=near))
+        slow = vitals("far", "generation", host="node7", version=2, counters={"bus/answer_s": late_s})
+        fetching = msgspec.structs.replace(slow, note="has 3 of 8 MB, 0.0 MB/s", waits_for="activation of version 3")
+        await bus.set_vitals("far", fetching)
+        found = await faults(bus)
+        await story.alive(vitals("filter", host="node7", wall=bus.clock.wall() - 40, counters={"bus/answer_s": late_s}))
+        silent = await faults(bus)
+    assert ("slow link" in found) == named
+    if named:
+        assert found["slow link"].startswith("the bus answers far on node7 after 2.2 s, other hosts after 0.004 s: the link of")
+        assert "(far has 3 of 8 MB, 0.0 MB/s)" in found["slow link"]
+    assert ("the bus had answered it after 2.2 s: its link is slow" in silent["silent actor"]) == (late_s > 1)
+
+
 async def test_a_worker_that_fetches_says_how_far_it_is(redis_url, run_name):
     async with Bus(config(redis_url, run_name)) as bus:
         story = Story(bus)

@@ -49,6 +49,8 @@ PIECES = st.one_of(
             "${NONE[@]}",
             '"${U:=}"',
             "x\\\ny",
+            "$((7 / -2))",
+            '"$(( (1+5)*-3 % 4 ))"',
         ]
     ),
     st.sampled_from(
@@ -189,6 +191,27 @@ def test_what_is_no_launch_script_is_refused_in_one_line(text: str, said: str, t
         )
         raise args.refused.found[0]
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_commands_that_eval_or_another_shell_is_given_are_read_with_what_they_would_know(tmp_path: Path) -> None:
+    path, start = tmp_path / "run.sh", "python3 train.py --a $A --b $((A * 4))"
+    for text, words in (
+        (f"A=3\neval '{start}'", ["--a", "3", "--b", "12"]),
+        (f"A=3\nbash -c '{start}'", None),  # A is not exported
+        (f"export A=3\nbash -c '{start}'", ["--a", "3", "--b", "12"]),
+        (f'A=3\nsh -c "{start}"', ["--a", "3", "--b", "12"]),
+    ):
+        path.write_text(text)
+        found = read_script(path, {}).words
+        assert [word.text for word in found if not word.unread] == (words or ["--a", "--b"])
+        assert all("is set nowhere" in word.unread or "shell alone" in word.unread for word in found if word.unread)
+
+
+def test_what_a_function_is_given_is_refused_and_not_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text('start() {\n  python3 train.py --lr 1 "$@"\n}\nstart --num-rollout 5\n')
+    assert app.main(["train", "--from-miles", str(path), "--dry-run"]) == 2
+    assert "$@ are what the function start is given" in capsys.readouterr().err
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:

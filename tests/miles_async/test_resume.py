@@ -39,6 +39,13 @@ def refused(settings: RunSettings) -> str:
     return str(caught.value)
 
 
+def test_a_folder_for_runs_that_cannot_be_made_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = refused(make(tmp_path, runs_dir=str(tmp_path / "file" / "runs")))
+    assert said.startswith("runs_dir = ") and f"{tmp_path / 'file'} is a file, not a folder" in said
+    assert refused(make(tmp_path, runs_dir=str(tmp_path / ("x" * 300)))).startswith("runs_dir = ")
+
+
 def test_the_tracker_or_ckpt_step_says_which(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     settings = make(own)

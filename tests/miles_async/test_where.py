@@ -49,6 +49,7 @@ def test_what_a_condition_means(text, holds):
     ("text", "why"),
     [
         ("tokens >", "cannot be read at character"),
+        ("finish='stop'", "Write == to compare."),
         ("tokns > 1", "Did you mean tokens?"),
         ("__import__('os').system('true')", "may"),
         ("().__class__", "has no field"),

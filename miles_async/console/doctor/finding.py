@@ -10,7 +10,7 @@ Level = Literal["error", "warning", "info"]
 Rule = Literal[
     # rooms and hosts
     "nobody there", "no actor", "no launcher", "actor failed", "gone", "silent actor", "stopped process", "crash loop",
-    "stalled", "long wait", "clock", "disk", "host memory",
+    "stalled", "long wait", "clock", "slow link", "disk", "host memory",
     # streams and the server
     "role", "eviction", "memory", "append-only file", "snapshot", "persistence", "stream gone", "full stream",
     "abandoned entry", "ledger", "incomplete group", "dead letters",

@@ -13,6 +13,7 @@ from miles_async.console.scene import Scene
 from miles_async.console.text import duration, human_bytes, plural, shorten
 
 CLOCK_S = 5.0  # a clock may differ by so much
+LINK_S, LINK_RATIO = 0.5, 10.0  # the bus may answer a host so late, and so many times later than others
 LOOP_S, LOOP_STARTS = 180.0, 3  # so many restarts of an actor within this time are a loop
 HUNG_S = 30.0  # a process that is there may be silent for so long: a busy machine lets it wait
 DISK_BYTES, DISK_ERROR_BYTES = 2e9, 2e8
@@ -107,7 +108,30 @@ def silent_actors(scene: Scene) -> Iterator[Finding]:
             f"; it holds {plural(n, 'entry')}, which a peer claims {scene.lease_s:g} s after its last word" if n else ""
         )
         last = f"; it was waiting for {vitals.waits_for}" if vitals.waits_for else ""
+        if (late_s := vitals.counters.get("bus/answer_s", 0.0)) >= LINK_S:
+            last += f"; the bus had answered it after {late_s:.1f} s: its link is slow, or loses packets"
         yield Finding("error", "silent actor", vitals.actor, text + kept + last, age)
+
+
+def slow_links(scene: Scene) -> Iterator[Finding]:
+    """Hosts that the bus answers much later than others: a slow link, or one that loses packets. Also of who is silent: its last
+    word said so, and may be the cause."""
+    hosts: dict[str, list[ActorFacts]] = {}
+    for actor in scene.snapshot.actors:
+        if actor.life in ("alive", "late") and "bus/answer_s" in actor.vitals.counters and not scene.over:
+            hosts.setdefault(actor.vitals.host, []).append(actor)
+    answers = {host: min(a.vitals.counters["bus/answer_s"] for a in own) for host, own in hosts.items()}
+    for host, late_s in sorted(answers.items()):
+        usual_s = min((s for other, s in answers.items() if other != host), default=late_s)
+        if late_s < max(LINK_S, LINK_RATIO * usual_s):
+            continue
+        names = ", ".join(a.vitals.actor for a in hosts[host][:3])
+        does = next((f" ({a.vitals.actor} {a.vitals.note})" for a in hosts[host] if a.vitals.waits_for and a.vitals.note), "")
+        text = (
+            f"the bus answers {names} on {host} after {late_s:.1f} s, other hosts after {usual_s:.2g} s: the link of {host} is "
+            f"slow or loses packets{does}. What it makes comes late, and versions come late to it: mend it, or stop what runs there"
+        )
+        yield Finding("warning", "slow link", host, text)
 
 
 def wrong_clocks(scene: Scene) -> Iterator[Finding]:
