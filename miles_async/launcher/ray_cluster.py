@@ -7,10 +7,15 @@ import ipaddress
 import logging
 import os
 import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray.exceptions import AuthenticationError, RayError
 
 from bus.errors import printable
 from miles_async.settings.errors import SettingsError
@@ -27,11 +32,15 @@ def connect(settings: RunSettings) -> None:
     SettingsError, one line, when there is none, it is of another version, or the run's bus is out of its nodes' reach."""
     address = settings.launch.ray_address
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    said: list[str] = []
     try:
-        namespace = f"miles_async-{settings.launch.name}"
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-    except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+        with _held_back(said):
+            namespace = f"miles_async-{settings.launch.name}"
+            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    except (RuntimeError, ConnectionError, ValueError, OSError, RayError) as error:
         text = " ".join(printable(str(error)).split())[:400]
+        if isinstance(error, AuthenticationError) or any("InvalidAuthToken" in line for line in said):
+            raise unknown(address) from None
         raise refused(address, f"cannot be joined: {text}") from None
     # What Ray says of nodes would go to the terminal, into the live view; the run says it itself.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
@@ -42,6 +51,31 @@ def refused(address: str, problem: str) -> SettingsError:
     """One line about a cluster that cannot be used."""
     remedy = "Give HOST:PORT of a head that runs (ray start --head), of the same Ray and Python, on one of its nodes."
     return SettingsError(problem, field="ray_address", value=address, remedy=remedy)
+
+
+def unknown(address: str) -> SettingsError:
+    """One line about a cluster that does not take this host's token, or its lack of one."""
+    has = "refuses the token of this host" if os.environ.get("RAY_AUTH_MODE") == "token" else "wants a token"
+    remedy = "Set RAY_AUTH_MODE=token, and the cluster's own in RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names."
+    return SettingsError(f"the Ray cluster {has}", field="ray_address", value=address, remedy=remedy)
+
+
+@contextmanager
+def _held_back(said: list[str]) -> Iterator[None]:
+    """Ray's core writes to the process's stderr, a line a second while it cannot join, and tells the cause nowhere else: it goes
+    into `said`."""
+    sys.stderr.flush()
+    own = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(own, 2)
+            os.close(own)
+            file.seek(0)
+            said += file.read(1 << 20).decode("utf-8", "replace").splitlines()
 
 
 def check_address(address: str) -> None:
