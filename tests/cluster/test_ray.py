@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from ray.cluster_utils import Cluster
@@ -212,3 +214,49 @@ def test_without_a_cluster_one_line_says_so() -> None:
     done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "ray_address = '127.0.0.1:1': does not answer" in done.stderr, time.monotonic() - began
+
+
+JOINS = """
+import sys
+from miles_async.launcher.ray_cluster import connect
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
+try:
+    connect(settings_from(hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=1, rm_type="math", launcher="ray",
+                          ray_address=sys.argv[1], bus_url="redis://127.0.0.1:1"))
+except SettingsError as error:
+    sys.exit(f"{error}")
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_that_wants_another_token_says_so_in_one_line_to_a_run_and_to_a_job() -> None:
+    pytest.importorskip("aiohttp_cors", reason="ray without [default] has no dashboard, which takes jobs")
+    head, dashboard, auth = free_port(), free_port(), {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(head), "--num-cpus", "4"]
+    start += ["--dashboard-port", str(dashboard), "--min-worker-port", "0", "--max-worker-port", "0"]
+    start += ["--disable-usage-stats", "--temp-dir"]
+    commands = (
+        ["-m", "miles_async", "ray", "submit", "run.toml", "--ray-address", f"http://127.0.0.1:{dashboard}"],
+        ["-c", JOINS, f"127.0.0.1:{head}"],
+    )
+    with (
+        TemporaryDirectory(prefix="ma-ray-") as folder,
+        subprocess.Popen([*start, folder], env=os.environ | auth, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,
+    ):
+        try:
+            until("the head", lambda: listens(head) and listens(dashboard), seconds=60)
+            for words in commands:
+                for token, says in ((auth | {"RAY_AUTH_TOKEN": "b" * 32}, "refuses the token of this host"), ({}, "wants a token")):
+                    own, line = os.environ | token, [sys.executable, *words]
+                    done = subprocess.run(line, env=own, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+                    said = done.stderr.splitlines()
+                    assert done.returncode and len(said) == 1 and f"the Ray cluster {says}" in said[0], done.stderr
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
