@@ -40,6 +40,21 @@ def test_workers_of_two_hosts_whose_clocks_differ_serve_versions_that_they_fetch
     assert [p.name for host in (early, late) for p in host.shm.iterdir()] == [], "nothing is left in their memory"
 
 
+@pytest.mark.slow
+def test_a_broadcast_reaches_engines_on_other_hosts(far_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # gloo goes by the host's name, which resolves to nothing here
+    run = far_run({"rollout": {"num_rollout": 10_000}, "sglang": {"update_weight_transport": "nccl"}})
+    run.begin()
+    for name in "bc":
+        run.join_from(run.net.host(name))
+    run.until_it_serves("b", "c", more_than=4)
+    run.drain()
+    judge(run, steps=run.step())
+    for name in "bc":
+        ways = [event.data["transport"] for event in run.events(name, "activated")]
+        assert ways[0] == "network" and ways.count("nccl") >= 3, f"{ways}\n{run.story()}"
+
+
 # Nothing of the policy log is trimmed, so that the judge sees all steps.
 LONG: Tables = {"rollout": {"num_rollout": 10_000}, "ckpt": {"keep_last": 10_000, "save_interval": 20}}
 # Samples that wait for their environment most of the time: each worker always holds some, and minutes of it cost little.
