@@ -86,7 +86,7 @@ def translate(error: RedisError, shown: str) -> Exception:
     """A server's refusal as an error of ours. `shown`: its address without secrets."""
     text = _said(error)
     if isinstance(error, AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
-        return BusRefused(f"Redis at {shown} refuses us: {text}. {LOGIN}")
+        return BusRefused(f"Redis at {shown} refuses us: {text.rstrip('.')}. {LOGIN}")
     if refuses_writes(error) and (isinstance(error, OutOfMemoryError) or text.startswith("OOM")):
         return BusFull(
             f"Redis at {shown} is out of memory and refuses writes. Raise its maxmemory; nothing acknowledged is lost."
