@@ -253,7 +253,7 @@ class Consumer:
             await self.bury(entry, message, error)
             return
         context.count("retries")
-        await context.refusals.add("retry", f"{entry.stream.name} {entry.id}: {error}", kind="retry")
+        await context.refusals.add(f"retry/{entry.stream.name}", f"{entry.id}: {error}", kind="tried again")
         await context.clock.sleep(decision.after_s)
         if not decision.counted:
             self.reader.offer([entry])

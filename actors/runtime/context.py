@@ -126,7 +126,8 @@ class Context:
     async def event(
         self, kind: str, text: str, *, level: Literal["info", "warning", "error"] = "info", **data: Any
     ) -> None:
-        """Tell the operator something worth finding later."""
+        """Tell the operator something worth finding later, in one line."""
+        text = " ".join(text.split())
         self.log.log(logging.INFO if level == "info" else logging.WARNING, "%s: %s", kind, text)
         event = Event(actor=self.name, kind=kind, text=printable(text), wall=self.clock.wall(), level=level, data=data)
         await self.bus.append([Out(EVENTS, event)], repeatable=True)

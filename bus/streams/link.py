@@ -235,7 +235,7 @@ class Link:
     async def _wait_for_writes(self, refusal: RedisError, pause_s: float) -> float:
         """Pause before a refused command is sent again; 0 the first time, which is logged. Returns the next pause."""
         if pause_s == 0:
-            log.warning("%s; trying again for %.0f s", translate(refusal, self.shown), self.deadline_s)
+            log.warning("%s Trying again for %.0f s", translate(refusal, self.shown), self.deadline_s)
         await self.clock.sleep(max(pause_s, 0.05))
         return min(1.0, 2 * max(pause_s, 0.05))
 

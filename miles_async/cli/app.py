@@ -99,10 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             cause = cause.exceptions[0]
         if isinstance(cause, SettingsError):
             return _fail(label, cause, cause.exit_status)
-        status = _status_of(cause)
-        if status is None:
+        status, full = _status_of(cause), _full(cause)
+        if status is None and not full:
             raise
-        return _fail(label, cause, status)
+        return _fail(label, full or cause, status or 1)
 
 
 def _be_found_by_children() -> None:
@@ -178,6 +178,13 @@ def _status_of(error: Exception) -> int | None:
     if isinstance(error, refused):
         return 2
     return 1 if isinstance(error, errors.MilesAsyncError) else None
+
+
+def _full(error: Exception) -> str:
+    """What disk is full, where that is the cause."""
+    from actors.runtime.run import disk_text
+
+    return disk_text(error, (str(Path.cwd()), "/dev/shm"))
 
 
 def _fail(label: str, error: object, status: int) -> int:

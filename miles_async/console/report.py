@@ -50,12 +50,16 @@ CURVES = (
 
 def write_report(run_dir: Path, others: Sequence[Path] = (), path: Path | None = None) -> Path:
     """Make the report of a run from what it left in its folder, with the curves of `others` over its own; works during the run and
-    after any end of it. `path`: where to; else in the run's folder."""
+    after any end of it. `path`: where to; else in the run's folder. OSError where it cannot be written."""
     page = render([read_run(one) for one in (run_dir, *others)])
     path = path or run_dir / (COMPARED if others else FILE)
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(page, "utf-8")
-    fresh.replace(path)
+    try:
+        fresh.write_text(page, "utf-8")
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)  # a part of it would fill the disk for good
+        raise
     return path
 
 

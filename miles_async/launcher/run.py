@@ -26,7 +26,7 @@ from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
 from actors.runtime.loop import run_loop
 from actors.runtime.prompts import routed_shape
-from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED, disk_text
 from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
 from bus.errors import BusFull, BusUnreachable, BusWentBack
@@ -166,8 +166,10 @@ async def _train(
     if settings.launch.report:
         from miles_async.console.report import write_report
 
-        report = await asyncio.to_thread(write_report, run_dir)
-        print(f"report: {report}")
+        try:
+            print(f"report: {await asyncio.to_thread(write_report, run_dir)}")
+        except OSError as error:
+            print(f"note: no report: {disk_text(error, (str(run_dir),)) or error}", file=sys.stderr)
     return status
 
 

@@ -10,13 +10,9 @@ FORMS = "Write package.module.function or file.py:function."  # what load_hook t
 
 
 def rewards_have_a_source(s: Flat) -> None:
-    if s.rm_type is not None and s.custom_rm_path is not None:
-        raise refusal(
-            "rm_type", s.rm_type, f"custom_rm_path = {s.custom_rm_path!r} is given too", "Keep one of the two."
-        )
-    if s.supervised and not s.evaluates:
+    if s.custom_rm_path is not None or (s.supervised and not s.evaluates):
         return
-    if s.rm_type is None and s.custom_rm_path is None and s.metadata_key is None:
+    if s.rm_type is None and s.metadata_key is None:
         raise refusal("rm_type", None, "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
     if s.rm_type is not None and "." in s.rm_type:
         raise refusal("rm_type", s.rm_type, "not the name of a shipped rule", "Give a function of your own as --custom-rm-path.")

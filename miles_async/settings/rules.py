@@ -210,6 +210,8 @@ def notes(s: Flat) -> Iterator[str]:
     """What is allowed but worth knowing before the run starts."""
     if s.num_rollout is not None and s.num_epoch is not None:
         yield f"num_epoch = {s.num_epoch} has no effect beside num_rollout = {s.num_rollout}"
+    if s.rm_type is not None and s.custom_rm_path is not None:
+        yield f"rm_type = {s.rm_type} has no effect: custom_rm_path replaces it"
     if s.max_weight_staleness == 0:
         yield "max_weight_staleness = 0 is strictly on-policy: generation waits for training"
     if s.max_weight_staleness > 0 and s.no_correction:

@@ -138,7 +138,7 @@ async def test_a_reward_function_that_always_raises_burns_no_prompt_and_ends_the
         buried = await bus.length(DEAD)
         assert buried <= 4 and await bus.length(ROLLOUTS) == 40 - buried, "what is not done stays pending"
         assert await bus.length(SCORED) == buried
-        told = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "retry"]
+        told = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "tried again"]
         assert len(told) == 1
 
 

@@ -1,6 +1,7 @@
 """report.html: complete, offline, and made from whatever the run left."""
 
 import base64
+import errno
 import hashlib
 import json
 import math
@@ -238,6 +239,22 @@ def test_what_cannot_be_reported_is_refused_in_one_line(tmp_path, capsys, argume
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
     assert not (tmp_path / "here" / "report.html").exists()
+
+
+def test_a_report_that_a_full_disk_does_not_take_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    (tmp_path / "here").mkdir()
+    lines(tmp_path / "here", some_steps(2))
+    (tmp_path / "here" / "run.json").write_text(json.dumps({"run": "here", "bus_url": "redis://localhost:1/0"}))
+
+    def full(self, text, encoding):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["report", "here", "--runs-dir", str(tmp_path)]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("miles-async report: no space left for ") and "MB free" in line
+    assert not list((tmp_path / "here").glob("report*"))
 
 
 def test_lost_steps_are_told(tmp_path):

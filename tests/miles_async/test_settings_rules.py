@@ -105,7 +105,6 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ),
         ({"rollout_max_context_len": 512}, ("rollout_max_response_len = 1024", "rollout_max_context_len = 512")),
         ({"rollout_top_k": 0}, ("rollout_top_k = 0", "-1")),
-        ({"custom_rm_path": "mine.score"}, ("rm_type", "custom_rm_path")),
         ({"rm_type": "remote_rm"}, ("rm_url", "remote_rm")),
         ({"rm_url": "localhost:80"}, ("rm_url = 'localhost:80'", "http://")),
         ({"buffer_filter_path": "not a path"}, ("buffer_filter_path = 'not a path'", "package.module.function")),
@@ -255,6 +254,11 @@ def test_a_rollout_function_is_beside_one_worker_and_those_of_miles_beside_none(
     own = "miles.rollout.sglang_rollout.generate_rollout"
     assert set(workers(own).values()) == {("", True)}
     assert any("is done here anyway" in note for note in notes(make(rollout_function_path=own).flat))
+
+
+def test_a_function_replaces_the_rule_of_a_recipe_and_says_so() -> None:
+    both = make(custom_rm_path="mine.score", rm_type="judge").flat  # which would need an address
+    assert "rm_type = judge has no effect: custom_rm_path replaces it" in list(notes(both))
 
 
 @pytest.mark.parametrize("path", ["rewards.mine", "my.rewards.mine", "rewards.py:mine", "/my code/rewards.py:mine"])
