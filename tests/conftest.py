@@ -22,7 +22,7 @@ from tests.warm.launched import warm_server
 
 LONGEST = {"far_run", "ray_run", "desk"}  # fixtures
 WHOLE_RUNS = {"run_of"} | LONGEST
-LANES = 3
+LANES, START_S = 3, 15.0  # of cases over hosts
 
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -60,18 +60,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def in_lanes(items: list[pytest.Item], workers: int) -> None:
     """Of the matrix: cases over hosts, which wait for minutes and whose starts take the processors for as long, begin first, but
-    LANES at once and no more; the other cases go beside them. Shares are cut as pytest-xdist cuts them."""
-    far = sorted((i for i in items if "far_run" in getattr(i, "fixturenames", ())), key=lambda i: "minutes" not in i.name)
+    LANES at once and no more, the longest first and each in the lane that is free first; the other cases go beside them. Shares are
+    cut as pytest-xdist cuts them."""
+    far = sorted((i for i in items if "far_run" in getattr(i, "fixturenames", ())), key=lambda i: -seconds_of(i))
     near = [item for item in items if "far_run" not in getattr(item, "fixturenames", ())]
-    lanes, left = min(LANES, workers), len(items)
+    lanes: list[list[pytest.Item]] = [[] for _ in range(min(LANES, workers))]
+    for item in far:
+        min(lanes, key=lambda lane: sum(map(seconds_of, lane))).append(item)
+    left = len(items)
     items.clear()
     for number in range(workers):
         size = left // (workers - number)
-        own = far[number::lanes] if number < lanes else []
-        own += [near.pop(0) for _ in range(min(len(near), size - len(own)))]
+        own = lanes[number] if number < len(lanes) else []
+        own = own + [near.pop(0) for _ in range(min(len(near), size - len(own)))]
         items += own
         left -= len(own)
     items += near
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """What a case over hosts says that it takes."""
+    mark = item.get_closest_marker("takes")
+    return float(mark.args[0]) if mark else START_S
 
 
 def pytest_collection_finish() -> None:

@@ -92,7 +92,9 @@ RUNS: dict[str, tuple[Tables, list[Trouble]]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900, method="signal")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.takes(30 + sum(t[2] + 10 for t in troubles))) for name, (_, troubles) in RUNS.items()]
+)
 def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(far_run: Make, name: str) -> None:
     """A connection is half open meanwhile: no end is told. Clocks differ by three minutes. A fault names its trouble."""
     settings, troubles = RUNS[name]
@@ -125,6 +127,7 @@ def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(
 
 
 @pytest.mark.slow
+@pytest.mark.takes(40)
 @pytest.mark.timeout(600, method="signal")  # more than its waits together
 def test_hosts_of_the_chain_are_killed(far_run: Make) -> None:
     """One in its middle, then the first, then the last."""
