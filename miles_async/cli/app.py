@@ -99,10 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             cause = cause.exceptions[0]
         if isinstance(cause, SettingsError):
             return _fail(label, cause, cause.exit_status)
-        status, full = _status_of(cause), _full(cause)
-        if status is None and not full:
+        status = _status_of(cause)
+        if status is None and not (full := _full(cause)):
             raise
-        return _fail(label, full or cause, status or 1)
+        return _fail(label, full, 1) if status is None else _fail(label, cause, status)
 
 
 def _be_found_by_children() -> None:
