@@ -137,8 +137,8 @@ class Members:
                 member.ordered = None
 
     def on_the_way(self, version: int) -> list[str]:
-        """Who needs no order to `version` now: it has one, or it still fetches another. Only so does every host of a chain fetch what
-        it was told, and each finds it at its source: the files of what is ordered are kept."""
+        """Who needs no order to `version` now: it has one, or it still fetches another. Only so does every host of a chain fetch
+        what it was told, and each finds it at its source: the files of what is ordered are kept."""
         return [n for n, m in self.all.items() if m.ordered is not None and (m.fetches or m.ordered[0] == version)]
 
     def overdue(self, now: float, deadline_s: float) -> list[tuple[str, int]]:
