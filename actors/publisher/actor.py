@@ -162,11 +162,12 @@ class Publisher:
             hopeless = set()  # nobody else is there
         refusers = {n for n, m in members.all.items() if target.files is not None and m.refused == target.files.path}
         await self._tell_who_is_aside(members.aside(now) if target.host else set(), hopeless)
+        fetching = members.fetching(version)
         wave = next_wave(
-            serving=serving,
+            serving={name: served for name, served in serving.items() if name not in fetching},
             target=version,
             fraction=1.0 if target.host else spec.wave_fraction,  # the trainer sends to all together
-            in_progress=members.on_the_way(version),
+            in_progress=[n for n, m in members.all.items() if m.ordered is not None and m.ordered[0] == version],
             late=[n for n, m in members.all.items() if m.late],
         )
         wave = [name for name in wave if name not in hopeless | refusers]

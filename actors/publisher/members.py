@@ -136,10 +136,10 @@ class Members:
             if member.ordered is not None and member.ordered[0] in versions:
                 member.ordered = None
 
-    def on_the_way(self, version: int) -> list[str]:
-        """Who needs no order to `version` now: it has one, or it still fetches another. Only so does every host of a chain fetch
-        what it was told, and each finds it at its source: the files of what is ordered are kept."""
-        return [n for n, m in self.all.items() if m.ordered is not None and (m.fetches or m.ordered[0] == version)]
+    def fetching(self, version: int) -> set[str]:
+        """Who still fetches another version than this, and gets no order meanwhile. Only so does every host of a chain fetch what
+        it was told, and each finds it at its source: the files of what is ordered are kept."""
+        return {n for n, m in self.all.items() if m.fetches and m.ordered is not None and m.ordered[0] != version}
 
     def overdue(self, now: float, deadline_s: float) -> list[tuple[str, int]]:
         """Workers that let an order's deadline pass, and its version; they take files next. No deadline runs while an engine

@@ -237,6 +237,22 @@ async def test_rolling_the_others_serve_on(redis_url: str, run_name: str, tmp_pa
             assert (await until(lambda: orders(bus, 2)))[1].workers == ("c",)
 
 
+async def test_rolling_a_host_that_fetches_holds_nobody_back(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    for number in (2, 3):
+        version_dir(tmp_path, number).mkdir(parents=True)
+        (version_dir(tmp_path, number) / "model.safetensors").write_bytes(b"weights")
+    async with open_bus(redis_url, run_name) as bus:
+        async with publishing(bus, wave_fraction=0.5, weights_token="t"):
+            await put(bus, EVENTS, says("a", 1), msgspec.structs.replace(says("far", 1), memory="elsewhere"))
+            await put(bus, POLICY, announced(2, version_dir(tmp_path, 2)))
+            await until(lambda: orders(bus, 1))
+            await put(bus, EVENTS, activated("a", 2))
+            assert (await until(lambda: orders(bus, 2)))[1].workers == ("far",)
+            await put(bus, POLICY, announced(3, version_dir(tmp_path, 3)))
+            last = (await until(lambda: orders(bus, 3)))[2]
+            assert (last.workers, last.version.id) == (("a",), 3), "it still serves: nobody waits for its link"
+
+
 async def test_rolling_a_slow_engine_holds_nobody_back(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with open_bus(redis_url, run_name) as bus:
         async with publishing(bus, wave_fraction=0.5, activation_deadline_s=0.2):
