@@ -140,5 +140,5 @@ class Context:
         vitals, asked = self.vitals(), self.clock.monotonic()
         await self.bus.set_vitals(self.name, vitals)
         self._answered_s = (*self._answered_s[1 - ANSWERS :], self.clock.monotonic() - asked)
-        self.counters["bus/answer_s"] = min(self._answered_s)  # one late answer is a process that waited for a core
+        self.counters["bus_answer_s"] = min(self._answered_s)  # one late answer is a process that waited for a core
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)

@@ -58,13 +58,13 @@ async def test_a_host_that_the_bus_answers_much_later_than_others_has_a_slow_lin
     async with timeless(redis_url, run_name) as bus:
         story = Story(bus)
         await story.whole()
-        near = {} if usual_s is None else {"bus/answer_s": usual_s}
+        near = {} if usual_s is None else {"bus_answer_s": usual_s}
         await story.alive(vitals("trainer", version=2, counters=near))
-        slow = vitals("far", "generation", host="node7", version=2, counters={"bus/answer_s": late_s})
+        slow = vitals("far", "generation", host="node7", version=2, counters={"bus_answer_s": late_s})
         fetching = msgspec.structs.replace(slow, note="has 3 of 8 MB, 0.0 MB/s", waits_for="activation of version 3")
         await bus.set_vitals("far", fetching)
         found = await faults(bus)
-        await story.alive(vitals("filter", host="node7", wall=bus.clock.wall() - 40, counters={"bus/answer_s": late_s}))
+        await story.alive(vitals("filter", host="node7", wall=bus.clock.wall() - 40, counters={"bus_answer_s": late_s}))
         silent = await faults(bus)
     assert ("slow link" in found) == named
     if named:

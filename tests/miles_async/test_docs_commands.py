@@ -54,9 +54,9 @@ NO_REDIS = not (shutil.which("redis-server") and shutil.which("redis-cli"))  # a
 AFTER_TOO = ("status", "doctor", "ledger", "trace", "samples", "report")
 BY_CHANCE = re.compile(
     r"^(starting recorder|run quickstart has|finished at|report:|outlasted|zero_std|dropped: |entry not delivered|worker-|"
-    r"group kept|valkey)"
+    r"group kept|valkey|of them are trained)"
 )
-"""What a page shows and another run need not print: other settings, another end, drops."""
+"""What a page shows and another run need not print: other settings, another end, drops, a checkpoint just now."""
 
 
 def ours(*, inline: bool = True) -> dict[tuple[str, ...], Shown]:

@@ -108,7 +108,7 @@ def silent_actors(scene: Scene) -> Iterator[Finding]:
             f"; it holds {plural(n, 'entry')}, which a peer claims {scene.lease_s:g} s after its last word" if n else ""
         )
         last = f"; it was waiting for {vitals.waits_for}" if vitals.waits_for else ""
-        if (late_s := vitals.counters.get("bus/answer_s", 0.0)) >= LINK_S:
+        if (late_s := vitals.counters.get("bus_answer_s", 0.0)) >= LINK_S:
             last += f"; the bus had answered it after {late_s:.1f} s: its link is slow, or loses packets"
         yield Finding("error", "silent actor", vitals.actor, text + kept + last, age)
 
@@ -118,9 +118,9 @@ def slow_links(scene: Scene) -> Iterator[Finding]:
     word said so, and may be the cause."""
     hosts: dict[str, list[ActorFacts]] = {}
     for actor in scene.snapshot.actors:
-        if actor.life in ("alive", "late") and "bus/answer_s" in actor.vitals.counters and not scene.over:
+        if actor.life in ("alive", "late") and "bus_answer_s" in actor.vitals.counters and not scene.over:
             hosts.setdefault(actor.vitals.host, []).append(actor)
-    answers = {host: min(a.vitals.counters["bus/answer_s"] for a in own) for host, own in hosts.items()}
+    answers = {host: min(a.vitals.counters["bus_answer_s"] for a in own) for host, own in hosts.items()}
     for host, late_s in sorted(answers.items()):
         usual_s = min((s for other, s in answers.items() if other != host), default=late_s)
         if late_s < max(LINK_S, LINK_RATIO * usual_s):
