@@ -167,6 +167,7 @@ def main() -> int:
     parser.add_argument("--quickstart", action="store_true", help="whole runs, see bench_hosts_quickstart.py")
     parser.add_argument("--runs", type=int, default=3, help="with --quickstart: of each way")
     parser.add_argument("--steps", type=int, default=0, help="with --quickstart: fewer than its 60, to try this")
+    parser.add_argument("--delay-us", type=int, default=0, help="with --quickstart: what each link takes, each way")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if why := why_not():

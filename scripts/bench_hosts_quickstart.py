@@ -1,12 +1,12 @@
 """The quickstart over three hosts against one: does it learn as well, and at most 1.15 times as long?
 
-    sudo .venv/bin/python scripts/bench_hosts.py --quickstart --runs 3
+    sudo .venv/bin/python scripts/bench_hosts.py --quickstart --runs 3 --delay-us 500
 
 Hosts are network namespaces of this machine (tests/hosts/net.py), so both ways share its cores: a ratio tells what the way over
 hosts costs. One host: trainer, rooms and two workers, as the quickstart stands. Three: trainer, rooms and Redis on the first, a
-worker on each other one, 1 Gbit/s links, clocks 90 s before and behind, memory and folders of their own. Links add no delay:
-tc's netem is missing on many kernels. The two ways take turns, so that a busy machine meets both. The model is made before, once:
-it would be made on one host in both ways, while the workers of the others look for the run and take its processors.
+worker on each other one, 1 Gbit/s links that take `--delay-us` each way (a packet between two hosts passes two), clocks 90 s before
+and behind, memory and folders of their own. The two ways take turns, so that a busy machine meets both. The model is made before,
+once: it would be made on one host in both ways, while the workers of the others look for the run and take its processors.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def facts(home: Path, began: float, code: int) -> dict[str, Any]:
     }
 
 
-def on_one(net: Net, home: Path, *flags: str) -> dict[str, Any]:
-    """As it stands."""
+def on_one(net: Net, home: Path, delay_us: int, *flags: str) -> dict[str, Any]:
+    """As it stands: nothing of it passes a link."""
     began = time.monotonic()
     return facts(home, began, train(net.host("a"), home, *flags).wait(DEADLINE_S))
 
 
-def on_three(net: Net, home: Path, *flags: str) -> dict[str, Any]:
+def on_three(net: Net, home: Path, delay_us: int, *flags: str) -> dict[str, Any]:
     """A worker on each of two other hosts."""
-    a, b, c = net.host("a"), net.host("b", skew_s=90), net.host("c", skew_s=-90)
+    a, b, c = (net.host(name, skew_s=skew, delay_us=delay_us) for name, skew in (("a", 0), ("b", 90), ("c", -90)))
     for host in (a, b, c):
         host.shape("1gbit")
     words = f"{find_server().path} --bind 0.0.0.0 --protected-mode no --port 6379 --unixsocket {home / 'redis.sock'} --save ''"
@@ -102,12 +102,12 @@ def quickstart(args: argparse.Namespace) -> int:
                 shutil.copytree(model, home / "runs" / ".models" / f"arithmetic-seed{SEED}")
                 net = Net(home / "net")
                 try:
-                    found[way].append(run(net, home, *flags))
+                    found[way].append(run(net, home, args.delay_us, *flags))
                 finally:
                     net.close()
                 print(json.dumps({way: found[way][-1]}), flush=True)
     medians = {way: statistics.median(run["s"] for run in runs) for way, runs in found.items()}
-    summary = {"runs": found, "median_s": medians, "ratio": round(medians["three"] / medians["one"], 3)}
+    summary = {"delay_us": args.delay_us, "runs": found, "median_s": medians, "ratio": round(medians["three"] / medians["one"], 3)}
     print(json.dumps(summary))
     if args.out:
         args.out.write_text(json.dumps(summary, indent=1) + "\n")

@@ -45,16 +45,22 @@ def _do(words: str, *more: str) -> None:
 
 
 class Host:
-    """One host. `skew_s`: what its wall clock is ahead."""
+    """One host. `skew_s`: what its wall clock is ahead; `delay_us`: what its link takes, each way."""
 
-    def __init__(self, net: Net, name: str, number: int, skew_s: int) -> None:
+    def __init__(self, net: Net, name: str, number: int, skew_s: int, delay_us: int) -> None:
         self.name, self.address, self.skew_s = name, f"10.77.{net.number}.{number}", skew_s
         self.space, self._port, self._net = f"{net.tag}{name}", f"{net.tag}{number}", net
         self.shm = net.folder / f"{name}-shm"
         self.shm.mkdir()
         _do(f"mount -t tmpfs tmpfs {self.shm}")
         _do(f"ip netns add {self.space}")
-        _do(f"ip link add {self._port} netns {net.switch} type veth peer name eth0 netns {self.space}")
+        self._wire: subprocess.Popen[bytes] | None = None
+        if delay_us:
+            words = [str(net.built("delay")), net.switch, self._port, self.space, "eth0", str(delay_us)]
+            self._wire = subprocess.Popen(words, stdout=subprocess.PIPE)
+            assert self._wire.stdout is not None and self._wire.stdout.readline() == b"there\n"
+        else:
+            _do(f"ip link add {self._port} netns {net.switch} type veth peer name eth0 netns {self.space}")
         _do(f"ip -n {net.switch} link set {self._port} master br0 up")
         _do(f"ip -n {self.space} addr add {self.address}/24 dev eth0")
         _do(f"ip -n {self.space} link set lo up")
@@ -62,7 +68,9 @@ class Host:
 
     def enter(self, hides: Sequence[Path] = ()) -> tuple[str, ...]:
         """Words before a command that make it one of this host. `hides`: folders that are empty here."""
-        skew = ("env", f"LD_PRELOAD={self._net.skew()}", f"MA_SKEW_S={self.skew_s}") if self.skew_s else ()
+        skew: tuple[str, ...] = ()
+        if self.skew_s:
+            skew = ("env", f"LD_PRELOAD={self._net.built('skew', '-shared', '-fPIC')}", f"MA_SKEW_S={self.skew_s}")
         words = ("ip", "netns", "exec", self.space, "unshare", "--mount", "--uts", "sh", "-ec", _ENTER, "sh", self.name)
         return (*words, str(self.shm), " ".join(map(str, hides)), *skew)
 
@@ -99,6 +107,12 @@ class Host:
             except ProcessLookupError:
                 continue
 
+    def unplug(self) -> None:
+        """Take a wire away that is a process."""
+        if self._wire is not None:
+            self._wire.kill()
+            self._wire.communicate()
+
 
 class Net:
     """The switch, and who is on it."""
@@ -113,24 +127,25 @@ class Net:
         _do(f"ip -n {self.switch} link add br0 type bridge forward_delay 0 stp_state 0")
         _do(f"ip -n {self.switch} link set br0 up")
 
-    def host(self, name: str, *, skew_s: int = 0) -> Host:
+    def host(self, name: str, *, skew_s: int = 0, delay_us: int = 0) -> Host:
         """One more."""
-        made = Host(self, name, len(self.hosts) + 1, skew_s)
+        made = Host(self, name, len(self.hosts) + 1, skew_s, delay_us)
         self.hosts.append(made)
         return made
 
-    def skew(self) -> Path:
-        """The library that sets a process's clock wrong; compiled once."""
-        library = self.folder / "skew.so"
-        if not library.exists():
-            source = Path(__file__).with_name("skew.c")
-            subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
-        return library
+    def built(self, name: str, *flags: str) -> Path:
+        """A C file beside this one, compiled once: `skew` sets a process's clock wrong, `delay` is a wire that takes its time."""
+        made = self.folder / name
+        if not made.exists():
+            source = Path(__file__).with_name(f"{name}.c")
+            subprocess.run(["cc", *flags, "-O2", "-o", str(made), str(source)], check=True)
+        return made
 
     def close(self) -> None:
         """Kill what runs in it and take it away."""
         for host in self.hosts:
             host.kill()
+            host.unplug()
             subprocess.run(["ip", "netns", "del", host.space])
             subprocess.run(["umount", "--lazy", str(host.shm)])
         subprocess.run(["ip", "netns", "del", self.switch])
