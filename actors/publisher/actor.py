@@ -135,7 +135,6 @@ class Publisher:
                 self._active = None
                 self._target = None  # the restored trainer announces its version again
                 self._lost |= {version.id for version in self._announced.values() if version.step > message.step}
-                self._members.withdraw(*self._announced)
             case Event(kind="weights refused"):
                 self._members.fold(message, now)
                 if target is not None and target.spoiled(str(message.data.get("path", ""))):
@@ -162,9 +161,8 @@ class Publisher:
             hopeless = set()  # nobody else is there
         refusers = {n for n, m in members.all.items() if target.files is not None and m.refused == target.files.path}
         await self._tell_who_is_aside(members.aside(now) if target.host else set(), hopeless)
-        fetching = members.fetching(version)
         wave = next_wave(
-            serving={name: served for name, served in serving.items() if name not in fetching},
+            serving=serving,
             target=version,
             fraction=1.0 if target.host else spec.wave_fraction,  # the trainer sends to all together
             in_progress=[n for n, m in members.all.items() if m.ordered is not None and m.ordered[0] == version],
@@ -265,8 +263,7 @@ class Publisher:
         await context.bus.append([Out(ACTIVE, order)], repeatable=True)
         fault_point(context.name, "after_order")
         for name in workers:
-            member = self._members.all[name]
-            member.ordered, member.fetches = (version.id, now), order.parcel is not None
+            self._members.all[name].ordered = (version.id, now)
 
     def _are_gone(self, files: WeightManifest) -> bool:
         """Whether files that the trainer wrote here are not there any more."""

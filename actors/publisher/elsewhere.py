@@ -88,8 +88,9 @@ class Elsewhere:
         if parcel is None:
             del self._packing[path]
             return None
-        self._folders = {told: folder for told, folder in self._folders.items() if folder.is_dir()}
         self._folders[parcel.id] = Path(path)
+        for stale in list(self._folders)[: -2 * KEPT]:
+            del self._folders[stale]
         return parcel
 
     def sources(

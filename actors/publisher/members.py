@@ -36,7 +36,6 @@ class Member(msgspec.Struct, kw_only=True):
     waits: str = ""
     seat: Seat | None = None
     ordered: tuple[int, float] | None = None  # version id, and when
-    fetches: bool = False  # it was ordered so last: over the network, and it gets no other order before it answered
     late: bool = False  # it let the deadline of its last order pass
     refused: str = ""  # the files that it refused, until it activated something
     memory: str = ""  # whose files it can read, as it said; empty = it did not say
@@ -130,16 +129,11 @@ class Members:
             if name in self.all:
                 self.all[name].seat = None
 
-    def withdraw(self, *versions: int) -> None:
-        """Orders to these versions are void; their workers get new ones."""
+    def withdraw(self, version: int) -> None:
+        """Orders to this version are void; their workers get new ones."""
         for member in self.all.values():
-            if member.ordered is not None and member.ordered[0] in versions:
+            if member.ordered is not None and member.ordered[0] == version:
                 member.ordered = None
-
-    def fetching(self, version: int) -> set[str]:
-        """Who still fetches another version than this, and gets no order meanwhile. Only so does every host of a chain fetch what
-        it was told, and each finds it at its source: the files of what is ordered are kept."""
-        return {n for n, m in self.all.items() if m.fetches and m.ordered is not None and m.ordered[0] != version}
 
     def overdue(self, now: float, deadline_s: float) -> list[tuple[str, int]]:
         """Workers that let an order's deadline pass, and its version; they take files next. No deadline runs while an engine

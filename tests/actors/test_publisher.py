@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from actors.publisher.actor import PublisherSpec, run
 from actors.publisher.plan import next_wave, worth_saying
-from actors.runtime.fetch import Fetch, pack_parcel
+from actors.runtime.fetch import pack_parcel
 from bus import Bus
 from bus.messages.active import Activate, PolicyActive, Send
 from bus.messages.control import BOOTING, Event, Vitals
@@ -151,38 +151,6 @@ async def test_who_sees_another_memory_is_told_where_to_fetch_the_files_host_by_
             await until(lambda: told(bus))
 
 
-async def test_a_host_that_fetches_a_version_gets_the_next_order_when_it_has_answered_and_finds_its_files_until_then(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
-    for number in range(1, 12):
-        folder = version_dir(tmp_path, number)
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(f"weights {number}".encode())
-    far = [msgspec.structs.replace(says(n), memory=n, depot=f"http://{n}:1") for n in "bc"]
-    async with open_bus(redis_url, run_name) as bus:
-        async with publishing(bus, weights_token="t", weights_dir=str(tmp_path), keep_versions=2):
-            await put(bus, EVENTS, says("near"), *far)
-            await put(bus, POLICY, announced(1, version_dir(tmp_path, 1)))
-            await until(lambda: orders(bus, 3))
-            for number in range(2, 11):
-                await put(bus, POLICY, announced(number, version_dir(tmp_path, number)))
-                await until(lambda n=number: orders(bus, n + 2))
-            given = await orders(bus, 12)
-            assert {(o.workers, o.version.id) for o in given if o.parcel} == {(("b",), 1), (("c",), 1)}
-            first = next(o for o in given if o.parcel)
-            url = first.sources[-1].replace("//:", "//127.0.0.1:")
-            fetch = Fetch(first.parcel, tmp_path / "here", [url], token="t", deadline_s=10.0, came=lambda _: None)
-            await asyncio.to_thread(fetch.run)
-            assert (tmp_path / "here" / "model.safetensors").read_bytes() == b"weights 1"
-            await put(bus, EVENTS, activated("b", 1))
-            await until(lambda: orders(bus, 13))
-            assert ((await orders(bus, 13))[-1].workers, (await orders(bus, 13))[-1].version.id) == (("b",), 10)
-            await put(bus, POLICY, Restored(step=0, version=PolicyVersion(11, 0)), announced(11, version_dir(tmp_path, 11)))
-            await until(lambda: orders(bus, 16))
-            last = (await orders(bus, 16))[13:]
-            assert {(o.workers, o.version.id) for o in last} == {(("near",), 11), (("b",), 11), (("c",), 11)}
-
-
 async def test_damaged_files_are_written_anew_before_anybody_fetches_them(
     redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
@@ -235,22 +203,6 @@ async def test_rolling_the_others_serve_on(redis_url: str, run_name: str, tmp_pa
             assert first.workers == ("new", "a", "b")
             await put(bus, EVENTS, activated("b", 2))
             assert (await until(lambda: orders(bus, 2)))[1].workers == ("c",)
-
-
-async def test_rolling_a_host_that_fetches_holds_nobody_back(redis_url: str, run_name: str, tmp_path: Path) -> None:
-    for number in (2, 3):
-        version_dir(tmp_path, number).mkdir(parents=True)
-        (version_dir(tmp_path, number) / "model.safetensors").write_bytes(b"weights")
-    async with open_bus(redis_url, run_name) as bus:
-        async with publishing(bus, wave_fraction=0.5, weights_token="t"):
-            await put(bus, EVENTS, says("a", 1), msgspec.structs.replace(says("far", 1), memory="elsewhere"))
-            await put(bus, POLICY, announced(2, version_dir(tmp_path, 2)))
-            await until(lambda: orders(bus, 1))
-            await put(bus, EVENTS, activated("a", 2))
-            assert (await until(lambda: orders(bus, 2)))[1].workers == ("far",)
-            await put(bus, POLICY, announced(3, version_dir(tmp_path, 3)))
-            last = (await until(lambda: orders(bus, 3)))[2]
-            assert (last.workers, last.version.id) == (("a",), 3), "it still serves: nobody waits for its link"
 
 
 async def test_rolling_a_slow_engine_holds_nobody_back(redis_url: str, run_name: str, tmp_path: Path) -> None:
