@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -63,7 +64,7 @@ class Context:
         self.depot = ""  # where this actor serves versions to other hosts
         self.received = 0  # bytes of versions that came from other hosts
         self._room_due = 0.0
-        self._answered_s: tuple[float, ...] = ()  # how long the bus took for the last vitals
+        self._answered_s: deque[float] = deque(maxlen=ANSWERS)  # how long the bus took for the last vitals
         self._waits: list[tuple[str, float]] = []
         self._last_wait: tuple[str, float, float] = ("", 0.0, 0.0)
 
@@ -139,6 +140,6 @@ class Context:
             self.counters |= await asyncio.to_thread(room_left, self.spec.run_dir or "/")
         vitals, asked = self.vitals(), self.clock.monotonic()
         await self.bus.set_vitals(self.name, vitals)
-        self._answered_s = (*self._answered_s[1 - ANSWERS :], self.clock.monotonic() - asked)
+        self._answered_s.append(self.clock.monotonic() - asked)
         self.counters["bus_answer_s"] = min(self._answered_s)  # one late answer is a process that waited for a core
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)

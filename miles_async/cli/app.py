@@ -100,9 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(cause, SettingsError):
             return _fail(label, cause, cause.exit_status)
         status = _status_of(cause)
-        if status is None and not (full := _full(cause)):
-            raise
-        return _fail(label, full, 1) if status is None else _fail(label, cause, status)
+        if status is not None:
+            return _fail(label, cause, status)
+        if full := _full(cause):
+            return _fail(label, full, 1)
+        raise
 
 
 def _be_found_by_children() -> None:

@@ -82,14 +82,14 @@ def connected(address: str) -> Any:
         from ray.job_submission import JobSubmissionClient
     except ModuleNotFoundError:
         raise SettingsError("ray is not installed in this Python", remedy="pip install 'miles-async[ray]'.") from None
-    from miles_async.launcher.ray_cluster import check_address, refused, unknown
+    from miles_async.launcher.ray_cluster import check_address, refused, token_refused
 
     check_address(address)
     try:
         client = JobSubmissionClient(address)
         theirs = str(getattr(client, "_server_ray_version", None) or ray.__version__)
     except AuthenticationError:
-        raise unknown(address) from None
+        raise token_refused(address) from None
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
         raise refused(address, f"takes no jobs: {' '.join(str(error).split())[:300]}") from None
     if theirs != ray.__version__:

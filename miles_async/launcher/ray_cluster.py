@@ -40,8 +40,9 @@ def connect(settings: RunSettings) -> None:
     except (RuntimeError, ConnectionError, ValueError, OSError, RayError) as error:
         text = " ".join(printable(str(error)).split())[:400]
         if isinstance(error, AuthenticationError) or any("InvalidAuthToken" in line for line in said):
-            raise unknown(address) from None
-        raise refused(address, f"cannot be joined: {text}") from None
+            raise token_refused(address) from None
+        cause = f" ({printable(said[-1])[-200:]})" if said else ""
+        raise refused(address, f"cannot be joined: {text}{cause}") from None
     # What Ray says of nodes would go to the terminal, into the live view; the run says it itself.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
     _check_bus(settings)
@@ -53,7 +54,7 @@ def refused(address: str, problem: str) -> SettingsError:
     return SettingsError(problem, field="ray_address", value=address, remedy=remedy)
 
 
-def unknown(address: str) -> SettingsError:
+def token_refused(address: str) -> SettingsError:
     """One line about a cluster that does not take this host's token, or its lack of one."""
     has = "refuses the token of this host" if os.environ.get("RAY_AUTH_MODE") == "token" else "wants a token"
     remedy = "Set RAY_AUTH_MODE=token, and the cluster's own in RAY_AUTH_TOKEN or in the file that RAY_AUTH_TOKEN_PATH names."
@@ -63,7 +64,7 @@ def unknown(address: str) -> SettingsError:
 @contextmanager
 def _held_back(said: list[str]) -> Iterator[None]:
     """Ray's core writes to the process's stderr, a line a second while it cannot join, and tells the cause nowhere else: it goes
-    into `said`."""
+    into `said`, and after a success to the terminal."""
     sys.stderr.flush()
     own = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -76,6 +77,8 @@ def _held_back(said: list[str]) -> Iterator[None]:
             os.close(own)
             file.seek(0)
             said += file.read(1 << 20).decode("utf-8", "replace").splitlines()
+    for line in said:
+        print(line, file=sys.stderr)
 
 
 def check_address(address: str) -> None:

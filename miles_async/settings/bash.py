@@ -6,6 +6,7 @@ Always true: the pieces of a word are in order, and each says whether it stood i
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -213,27 +214,29 @@ def arithmetic(raw: str, known: Callable[[str], str]) -> str | None:
         return None
 
 
+def _quotient(a: int, b: int) -> int:
+    """Cut towards zero, as in a shell."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
+}
+
+
 def _whole(node: ast.expr) -> int:
-    """Numbers as in a shell: they are cut towards zero, and have 64 bits; ValueError for what is none."""
+    """A whole number of 64 bits, as in a shell; ValueError for what is none."""
     match node:
         case ast.Constant(value=int(value)):
             number = value
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             number = -_whole(operand)
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Mod() as op, right=right):
-            a, b = _whole(left), _whole(right)
-            quotient = 0 if not isinstance(op, ast.Div | ast.Mod) else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-            match op:
-                case ast.Add():
-                    number = a + b
-                case ast.Sub():
-                    number = a - b
-                case ast.Mult():
-                    number = a * b
-                case ast.Div():
-                    number = quotient
-                case _:
-                    number = a - b * quotient
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            number = _OPERATIONS[type(op)](_whole(left), _whole(right))
         case _:
             raise ValueError("not read")
     if not -(2**63) <= number < 2**63:

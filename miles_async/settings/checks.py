@@ -1,4 +1,5 @@
-"""The model directory against the settings, before anything loads. Every failure is a SettingsError, one line."""
+"""The model directory and the place of the run's folder against the settings, before anything loads. Every failure is a
+SettingsError, one line."""
 
 import importlib.util
 import json
@@ -48,7 +49,7 @@ def _check_experts(settings: RunSettings, config: Mapping[str, Any]) -> None:
 
 
 def check_run_dir(settings: RunSettings) -> None:
-    """Refuse a folder for the run that cannot be made. Nothing is made."""
+    """Refuse a folder for the run that cannot be made. Nothing is made: a dry run asks too, and a start tries to write."""
     there = settings.run_dir.absolute()
     try:
         while not there.exists():

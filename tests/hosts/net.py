@@ -58,7 +58,8 @@ class Host:
         if delay_us:
             words = [str(net.built("delay")), net.switch, self._port, self.space, "eth0", str(delay_us)]
             self._wire = subprocess.Popen(words, stdout=subprocess.PIPE)
-            assert self._wire.stdout is not None and self._wire.stdout.readline() == b"there\n"
+            if self._wire.stdout is None or self._wire.stdout.readline() != b"there\n":  # it says so, or ends
+                raise RuntimeError(f"{' '.join(words)}: ended with status {self._wire.wait(10)}")
         else:
             _do(f"ip link add {self._port} netns {net.switch} type veth peer name eth0 netns {self.space}")
         _do(f"ip -n {net.switch} link set {self._port} master br0 up")

@@ -94,7 +94,7 @@ RUNS: dict[str, tuple[Tables, list[Trouble]]] = {
 @pytest.mark.timeout(900, method="signal")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.takes(30 + sum(t[2] + 10 for t in times))) for name, (_, times) in RUNS.items()],
+    [pytest.param(name, marks=pytest.mark.takes(30 + sum(t[2] + 10 for t in each))) for name, (_, each) in RUNS.items()],
 )
 def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(far_run: Make, name: str) -> None:
     """A connection is half open meanwhile: no end is told. Clocks differ by three minutes. A fault names its trouble."""

@@ -108,17 +108,16 @@ def silent_actors(scene: Scene) -> Iterator[Finding]:
             f"; it holds {plural(n, 'entry')}, which a peer claims {scene.lease_s:g} s after its last word" if n else ""
         )
         last = f"; it was waiting for {vitals.waits_for}" if vitals.waits_for else ""
-        if (late_s := vitals.counters.get("bus_answer_s", 0.0)) >= LINK_S:
-            last += f"; the bus had answered it after {late_s:.1f} s: its link is slow, or loses packets"
         yield Finding("error", "silent actor", vitals.actor, text + kept + last, age)
 
 
 def slow_links(scene: Scene) -> Iterator[Finding]:
-    """Hosts that the bus answers much later than others: a slow link, or one that loses packets. Also of who is silent: its last
-    word said so, and may be the cause."""
+    """Hosts that the bus answers much later than others. Also of who fell silent a moment ago: what its last word said may be the
+    cause."""
     hosts: dict[str, list[ActorFacts]] = {}
     for actor in scene.snapshot.actors:
-        if actor.life in ("alive", "late") and "bus_answer_s" in actor.vitals.counters and not scene.over:
+        there = actor.life in ("alive", "late") and actor.age_s <= PATIENCE_S and not scene.over
+        if there and "bus_answer_s" in actor.vitals.counters:
             hosts.setdefault(actor.vitals.host, []).append(actor)
     answers = {host: min(a.vitals.counters["bus_answer_s"] for a in own) for host, own in hosts.items()}
     for host, late_s in sorted(answers.items()):
@@ -129,7 +128,7 @@ def slow_links(scene: Scene) -> Iterator[Finding]:
         does = next((f" ({a.vitals.actor} {a.vitals.note})" for a in hosts[host] if a.vitals.waits_for and a.vitals.note), "")
         text = (
             f"the bus answers {names} on {host} after {late_s:.1f} s, other hosts after {usual_s:.2g} s: the link of {host} is "
-            f"slow or loses packets{does}. What it makes comes late, and versions come late to it: mend it, or stop what runs there"
+            f"slow or loses packets, or its processors are overloaded{does}. Samples and versions come late: mend that, or stop it"
         )
         yield Finding("warning", "slow link", host, text)
 
