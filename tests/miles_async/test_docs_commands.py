@@ -229,7 +229,10 @@ class Desk:
         self.left.pop(command.words, None)
         if command.name == "tune" and "=" in command.line:
             self.ask("tune", "--revert", "0")  # what another page has set
-        status, said = self.ask(*self._real(command.words))
+        for _ in range(20):  # the run goes on: what lay on a stream a moment ago may be trained
+            status, said = self.ask(*self._real(command.words))
+            if "It may have moved on" not in said:
+                break
         if status != 0:
             self.wrong.append(f"{command}: status {status}: {said}")
         if command.name != "trace" or self.run.launcher.poll() is not None:  # a life has its end after the run's
