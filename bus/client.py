@@ -20,6 +20,14 @@ from redis.backoff import NoBackoff
 from bus.errors import BusRefused
 from bus.streams import sentinel
 
+try:
+    from redis.driver_info import DriverInfo
+except ImportError:  # an older redis-py
+    _DRIVER: dict[str, Any] = {}
+else:
+    # Once: a connection that makes its own reads redis-py's metadata from disk for it.
+    _DRIVER = {"driver_info": DriverInfo()}
+
 SCHEMES = ("redis", "rediss", "unix", f"redis{sentinel.SUFFIX}", f"rediss{sentinel.SUFFIX}")
 PASSWORD, PASSWORD_FILE = "MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_BUS_PASSWORD_FILE"  # variables of the environment
 SENTINEL_PASSWORD = "MILES_ASYNC_SENTINEL_PASSWORD"  # the same of the sentinels, and with _FILE
@@ -58,6 +66,7 @@ def connect(url: str) -> Redis:
         socket_connect_timeout=DIAL_S if url.startswith("redis:") else CONNECT_DEADLINE_S,
         health_check_interval=0,
         retry=Retry(NoBackoff(), 0),
+        **_DRIVER,
     )
     if not url.startswith("unix:"):
         options.update(socket_keepalive=True, socket_keepalive_options=_soon_dead())

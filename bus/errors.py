@@ -22,11 +22,12 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that it cannot read: of text that is no UTF-8, or nested too deep, no error of its own."""
 
 _SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_SHOWN |= {code: f"\\u{code:x}" for code in range(0xD800, 0xE000)}  # halves of a pair, which no message takes
 
 
 def printable(text: str) -> str:
-    """Text for terminals and logs, its control characters (but line feed and tab) as backslash, x and two digits: hooks, engines
-    and models write what they like, and a terminal would obey it."""
+    """Text for terminals, logs and events, its control characters (but line feed and tab) as backslash, x and two digits, and
+    what is no text as its number: hooks, engines and models write what they like, and a terminal would obey it."""
     return text.translate(_SHOWN)
 
 
@@ -79,3 +80,7 @@ class KnobRejected(MilesAsyncError):
 
 class CheckpointRefused(MilesAsyncError):
     """A checkpoint that must not be loaded."""
+
+
+class CheckpointOfAnother(CheckpointRefused):
+    """It is whole, but of another model, library or optimizer, as those beside it will be."""

@@ -8,6 +8,7 @@ import msgspec
 
 from bus.client import connect
 from bus.errors import UNREADABLE, BusRefused
+from bus.streams.keys import Keys
 from bus.streams.redis import Bus, BusConfig
 
 
@@ -34,13 +35,31 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
             ) from error
 
 
+def are_alike(release: str, other: str) -> bool:
+    """Whether two releases mean the same by a message: they agree to their second number, or one is not known."""
+    return not release or not other or release.split(".")[:2] == other.split(".")[:2]
+
+
 async def read_identity(bus: Bus) -> Identity | None:
     """None when the bus holds no run of this name, or one of a release that says otherwise what it is."""
-    raw = await bus.link.run("GET", bus.keys.identity)
+    return _identity(await bus.link.run("GET", bus.keys.identity))
+
+
+def _identity(raw: bytes | None) -> Identity | None:
     try:
         return None if raw is None else msgspec.json.decode(raw, type=Identity)
     except UNREADABLE:
         return None
+
+
+async def identity_at(url: str, run: str) -> Identity | None:
+    """The same before a bus is open. Raises redis-py's errors."""
+    client = connect(url)
+    try:
+        raw: Any = await client.get(Keys(run).identity)
+        return _identity(raw)
+    finally:
+        await client.aclose()
 
 
 async def write_identity(bus: Bus, identity: Identity) -> None:

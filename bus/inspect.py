@@ -127,10 +127,11 @@ async def all_heads(bus: Bus, stream: Stream) -> list[Head]:
     return found
 
 
-async def entries_with(bus: Bus, stream: Stream, text: str, types: Sequence[str] = ()) -> list[Entry]:
-    """Entries that hold `text` in a field or in their body, those of some types, and those whose body lies elsewhere."""
+async def entries_with(bus: Bus, stream: Stream, text: str, types: Sequence[str] = (), *, after: str = "0") -> list[Entry]:
+    """Entries that hold `text` in a field or in their body, those of some types, and those whose body lies elsewhere; behind the
+    id `after`."""
     found: list[Entry] = []
-    start = "-"
+    start = f"({after}"
     while True:
         last, raw = await bus.link.run_script(GREP, [bus.keys.stream(stream.name)], [start, GREP_PAGE, text, *types])
         found += [make_entry(stream, "", one) for one in raw]

@@ -1,6 +1,7 @@
 """How long a version takes to all hosts, in transfers over one link: the room that plans it, hosts that fetch and pass on.
 
     sudo .venv/bin/python scripts/bench_hosts.py --hosts 8 --rate 200mbit --megabytes 100
+    ... --learning-rate 1e-6 --versions 5        versions that a step makes of each other
 
 Hosts are network namespaces with shaped links on this machine (tests/hosts/net.py). The publisher is the real room; a host's
 worker is the part of it that fetches and serves, without an engine: what loading costs is measured elsewhere.
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
@@ -65,7 +65,8 @@ async def worker(context: Context, spec: None) -> None:
                     filed = WeightManifest(path=str(folder), checksum=order.manifest.checksum)
                     await asyncio.to_thread(check_manifest, filed)
                     context.version = order.version.id
-                    await context.event("activated", "", version=order.version.id, transport="network", host=context.name)
+                    way = {"transport": "network", "host": context.name, **supply.fetched}
+                    await context.event("activated", "", version=order.version.id, **way)
     finally:
         await tail.close()
         await supply.close()
@@ -80,31 +81,42 @@ def be(role: str, name: str, url: str, weights: str) -> int:
     return asyncio.run(run_actor(spec, room, publisher if role == "publisher" else worker))
 
 
-async def measure(bus: Bus, folder: Path, checksum: str, version: int, names: list[str]) -> list[float]:
-    """Seconds from the announcement until each of these workers said that it has the version, sorted."""
+async def measure(bus: Bus, folder: Path, checksum: str, version: int, names: list[str]) -> list[tuple[float, int]]:
+    """Seconds from the announcement until each of these workers said that it has the version, sorted, and bytes that came to it."""
     tail = Tail(bus, [EVENTS], start="$")
     await tail.open()
     manifest = WeightManifest(path=str(folder), checksum=checksum)
     began = time.monotonic()
     await bus.append([Out(POLICY, PolicyAnnounced(version=PolicyVersion(version, version), manifest=manifest))])
-    took: dict[str, float] = {}
+    took: dict[str, tuple[float, int]] = {}
     async with asyncio.timeout(DEADLINE_S):
         while took.keys() < set(names):
             for entry in await tail.read(0.5):
                 message = await bus.message(entry)
                 if isinstance(message, Event) and message.kind == "activated" and message.data["version"] == version:
-                    took[message.actor] = time.monotonic() - began
+                    took[message.actor] = time.monotonic() - began, message.data["fetched"]
     await tail.close()
     return sorted(took.values())
 
 
-def version_of(folder: Path, megabytes: int) -> str:
-    """Files of random bytes; their checksum."""
-    folder.mkdir(parents=True)
-    with (folder / "model.safetensors").open("wb") as file:
-        for _ in range(megabytes):
-            file.write(os.urandom(1_000_000))
-    return checksum_of(folder / "model.safetensors")
+class Weights:
+    """Of 16 bits each, which a step moves by as much as the learning rate, as Adam does, up or down; 0: all are anew."""
+
+    def __init__(self, megabytes: int, learning_rate: float) -> None:
+        import torch  # here: the hosts do without
+
+        self._torch, self._rate = torch, learning_rate
+        self._weights = torch.randn(megabytes * 500_000) * 0.02
+
+    def write(self, folder: Path) -> str:
+        """The next version; its checksum."""
+        if self._rate:
+            self._weights += self._rate * self._torch.randint(0, 2, self._weights.shape).mul_(2).sub_(1)
+        else:
+            self._weights.normal_(0.0, 0.02)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(self._weights.to(self._torch.bfloat16).view(self._torch.int16).numpy().tobytes())
+        return checksum_of(folder / "model.safetensors")
 
 
 def start_all(net: Net, args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes]]:
@@ -138,7 +150,9 @@ async def prepare(folder: Path) -> None:
 
 async def bench(net: Net, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All versions, one after the other."""
-    found: dict[str, Any] = {"hosts": args.hosts, "rate": args.rate, "megabytes": args.megabytes, "runs": []}
+    asked = ("hosts", "rate", "megabytes", "learning_rate")
+    found: dict[str, Any] = {name: getattr(args, name) for name in asked} | {"runs": []}
+    weights = Weights(args.megabytes, args.learning_rate)
     names = [host.name for host in net.hosts[1:]]
 
     async with bus_in(folder) as bus:
@@ -150,8 +164,9 @@ async def bench(net: Net, args: argparse.Namespace, folder: Path) -> dict[str, A
         await asyncio.sleep(3.0)  # the publisher has heard of all of them
         for version in range(1, args.versions + 1):
             at = net.hosts[0].shm / f"v{version:08d}"
-            took = await measure(bus, at, version_of(at, args.megabytes), version, names)
-            found["runs"].append({"first_s": round(took[0], 2), "all_s": round(took[-1], 2)})
+            took = await measure(bus, at, weights.write(at), version, names)
+            most = max(n_bytes for _, n_bytes in took)
+            found["runs"].append({"first_s": round(took[0][0], 2), "all_s": round(took[-1][0], 2), "bytes": most})
             print(json.dumps(found["runs"][-1]), flush=True)
     return found
 
@@ -164,6 +179,7 @@ def main() -> int:
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--versions", type=int, default=3)
+    parser.add_argument("--learning-rate", type=float, default=0.0, help="each version is a step from the one before")
     parser.add_argument("--quickstart", action="store_true", help="whole runs, see bench_hosts_quickstart.py")
     parser.add_argument("--runs", type=int, default=3, help="with --quickstart: of each way")
     parser.add_argument("--steps", type=int, default=0, help="with --quickstart: fewer than its 60, to try this")

@@ -1,13 +1,20 @@
-"""How long a trace takes with many samples on record: the look-up by itself, and the whole command with its start.
+"""How long a trace takes with many samples on record, of a run that goes on and of the same one when it has ended.
 
     .venv/bin/python scripts/bench_trace.py --samples 100000
 
-The record is written here as a recorder writes it: one line for each sample, step and dropped group, 128 samples a step.
+The messages of such a run are put on a real Redis (with its logs at their caps) and the recorder writes them down. Asked are
+samples of the middle, of the last steps and under way. `command` is the whole of `miles-async trace` with the interpreter's start;
+`work` is that without the start (`python -c pass`), imports included; `warm` is the same in a process that has traced before; `cpu`
+is what the command takes of a processor, which other work on the machine lengthens less.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -17,82 +24,148 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-
-from actors.recorder.file import FILE as METRICS  # noqa: E402
-from actors.recorder.trained import append_trained  # noqa: E402
-from miles_async.console.trace import trace_file  # noqa: E402
-from miles_async.settings.runs import write_run_file  # noqa: E402
+from actors.recorder.actor import Recorder  # noqa: E402
+from actors.trainer.accounts import A_MESSAGE  # noqa: E402
+from bus import Bus, BusConfig, Out  # noqa: E402
+from bus.messages.control import Event  # noqa: E402
+from bus.messages.groups import GroupVerdict  # noqa: E402
+from bus.messages.policy import Checkpointed, SamplesTrained, SampleTrained, StepDone  # noqa: E402
+from bus.messages.samples import Mark  # noqa: E402
+from bus.messages.versions import PolicyVersion, VersionSpan  # noqa: E402
+from bus.server import EmbeddedRedis  # noqa: E402
+from bus.topology import EVENTS, POLICY, TRAINED, VERDICTS  # noqa: E402
+from miles_async.cli.trace import told_of  # noqa: E402
+from miles_async.settings.runs import RunRef, write_run_file  # noqa: E402
+from tests.miles_async.console_data import Story  # noqa: E402
 
 GROUP, BATCH = 8, 128
+PIECE = 200  # steps between two rounds of the recorder: what they say fits into the logs
+SAVE, KEPT = 20, 2  # steps between checkpoints; how many of them the policy log goes back
+TIMES = 15
 
 
-def write_record(run_dir: Path, n_samples: int) -> None:
-    """A run of n_samples trained samples, as many dropped ones, and a checkpoint every 20 steps."""
-    lines: list[dict[str, Any]] = []
-    for step in range(1, n_samples // BATCH + 1):
-        first = (step - 1) * 2 * BATCH // GROUP
-        groups = [f"g{first + n:07d}" for n in range(BATCH // GROUP)]
-        head = {"wall": float(step), "step": step}
-        metrics = {f"train/metric_{n}": n / 7 for n in range(110)}
-        told = {"version": step + 1, "knob_epoch": 0, "groups": groups, "dropped": [], "metrics": metrics}
-        lines.append({"kind": "step", "entry": f"policy@{step}-0", **head, **told})
-        for n in range(BATCH // GROUP):
-            name = f"g{first + BATCH // GROUP + n:07d}"
-            drop = {
-                "group": name,
-                "prompt": "p1",
-                "reason": "zero_std_1",
-                "samples": GROUP,
-                "tokens": 99,
-                "reward": 1.0,
-            }
-            lines.append({"kind": "drop", "wall": float(step), "entry": f"verdicts@{step}-{n}", **drop})
-        if step % 20 == 0:
-            lines.append({"kind": "checkpoint", "entry": f"policy@{step}-1", **head, "path": "x", "save_s": 1.0})
-        marks = [["issued", "", 0, 1.5], ["begun", "generation-0", 0, 2.5], ["ended", "generation-0", 90, 3.5]]
-        life = {"marks": marks, "spans": [[step, step - 1, 90]], "finish": "stop", "generate_s": 1.0, "reward": 1.0}
-        life |= {"scorer": "math", "score_s": 0.1, "judged": 4.5, "trained": 90, "share": 0.0078}
-        at = {"kind": "trained", "wall": float(step), "entry": f"trained@{step}-0", "step": step}
-        append_trained(run_dir, [{**at, "sample": f"{g}/{i}", **life} for g in groups for i in range(GROUP)])
-    (run_dir / METRICS).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+def life(sample: str, step: int) -> SampleTrained:
+    now = time.time()
+    marks = (Mark("issued", "", 0, now - 0.2), Mark("begun", "generation-0", 0, now - 0.1), Mark("ended", "generation-0", 90, now))
+    return SampleTrained(sample, marks, (VersionSpan(step, step - 1, 90),), "stop", 1, 1.0, 1.0, "math", 0.1, 4.5, 90, 0.0078)
 
 
-def timed(body: Callable[[], Any], times: int) -> float:
+def names(step: int, *, kept: bool) -> list[str]:
+    """Of a step's trained groups, or of those that were dropped meanwhile."""
+    half = BATCH // GROUP
+    first = (step - 1) * 2 * half + (0 if kept else half)
+    return [f"g{first + n:07d}" for n in range(half)]
+
+
+def said(step: int) -> list[Out]:
+    """What a run says in a step: verdicts, events, the step, its samples, now and then a checkpoint."""
+    outs = [
+        Out(VERDICTS, GroupVerdict(group_id=g, prompt_id="p1", kept=kept, reason="" if kept else "zero_std_1", n_samples=GROUP,
+                                   lives=() if kept else tuple(life(f"{g}/{i}", step) for i in range(GROUP))))
+        for kept in (True, False) for g in names(step, kept=kept)
+    ]  # fmt: skip
+    outs += [
+        Out(EVENTS, Event(actor=f"generation-{n % 2}", kind="activated", text=f"version {step}", wall=float(step),
+                          data={"version": step, "step": step - 1, "pause_s": 0.1, "total_s": 0.2}))
+        for n in range(20)
+    ]  # fmt: skip
+    groups = tuple(names(step, kept=True))
+    samples = tuple(f"{g}/{i}" for g in groups for i in range(GROUP))
+    metrics = {f"train/metric_{n}": n / 7 for n in range(110)}
+    version = PolicyVersion(step + 1, step)
+    outs.append(Out(POLICY, StepDone(step=step, version=version, trained_on=PolicyVersion(step, step - 1), groups=groups,
+                                     samples=samples, metrics=metrics)))  # fmt: skip
+    lives = [life(sample, step) for sample in samples]
+    for at in range(0, len(lives), A_MESSAGE):
+        outs.append(Out(TRAINED, SamplesTrained(step=step, samples=tuple(lives[at : at + A_MESSAGE]))))
+    if step % SAVE == 0:
+        outs.append(Out(POLICY, Checkpointed(step=step, path="x", save_s=1.0)))
+    return outs
+
+
+async def write_run(bus: Bus, run_dir: Path, n_steps: int) -> None:
+    """All of it, through the bus and the recorder; at last the samples that are under way."""
+    done = asyncio.Event()
+    done.set()
+    await Story(bus).begin()
+    marks: list[str] = []
+    for step in range(1, n_steps + 1):
+        await bus.append(said(step))
+        if step % SAVE == 0:  # as the trainer does it
+            marks.append((await bus.last(POLICY))[0].id)
+            if len(marks) > KEPT:
+                await bus.trim_log(POLICY, marks.pop(0))
+        if step % PIECE == 0 or step == n_steps:
+            await Recorder(bus, run_dir).follow(done)
+    await Story(bus).issue(*(name for step in range(4) for name in names(n_steps + 2 + step, kept=True)), n_samples=GROUP)
+
+
+def timed(body: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
     """Median milliseconds."""
     spent = []
-    for _ in range(times):
-        began = time.perf_counter()
+    for _ in range(TIMES):
+        began = clock()
         body()
-        spent.append(1000 * (time.perf_counter() - began))
-    return statistics.median(spent)
+        spent.append(1000 * (clock() - began))
+    return round(statistics.median(spent), 1)
+
+
+def children_cpu() -> float:
+    """Seconds of CPU of the processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def measured(ref: RunRef, home: str, asked: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Milliseconds by sample, see above."""
+
+    def process(*words: str, clock: Callable[[], float] = time.perf_counter) -> float:
+        return timed(lambda: subprocess.run([sys.executable, *words], check=True, capture_output=True, cwd=REPO), clock)
+
+    start = process("-c", "pass")
+    found = {}
+    for which, sample in asked.items():
+        kinds = {moment.what for moment in told_of(ref, sample).moments}
+        wanted = {"older": {"issued", "batch", "checkpoint"}, "newest": {"issued", "batch"}}.get(which, {"issued"})
+        assert wanted <= kinds, (which, sample, kinds)
+        words = ("-m", "miles_async", "trace", sample, "--runs-dir", home, "--run", "many")
+        command, cpu = process(*words), process(*words, clock=children_cpu)
+        warm = timed(lambda one=sample: told_of(ref, one))
+        found[which] = {"command": command, "work": round(command - start, 1), "warm": warm, "cpu": cpu}
+    return found
 
 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--samples", type=int, default=100_000, help="trained ones; as many are dropped")
     args = parser.parse_args()
+    n_steps = max(2, args.samples // BATCH)
     with tempfile.TemporaryDirectory(prefix="ma-trace-") as home:
         run_dir = Path(home) / "many"
-        run_dir.mkdir()
-        write_run_file(run_dir, run="many", bus_url=f"unix://{home}/gone.sock")
-        write_record(run_dir, args.samples)
-        sample = f"g{args.samples // BATCH // 2 * 2 * BATCH // GROUP:07d}/3"
-        found = trace_file(run_dir, sample)
-        assert {"issued", "batch", "checkpoint"} <= {moment.what for moment in found.moments}, found
-        words = [sys.executable, "-m", "miles_async", "trace", sample, "--runs-dir", home, "--run", "many"]
-        size = sum(file.stat().st_size for file in run_dir.iterdir()) / 1e6
-        look_up = timed(lambda: trace_file(run_dir, sample), 15)
-        command = timed(lambda: subprocess.run(words, check=True, capture_output=True, cwd=REPO), 7)
-        start = timed(lambda: subprocess.run([*words[:3], "--version"], check=True, capture_output=True, cwd=REPO), 7)
-    print(
-        f"{args.samples} samples, {size:.0f} MB: look-up {look_up:.0f} ms, command {command:.0f} ms (start alone {start:.0f} ms)"
-    )
+        server = EmbeddedRedis(run_dir)
+
+        async def begin() -> None:
+            await server.open()
+            async with Bus(BusConfig(url=server.url, run="many")) as bus:
+                await write_run(bus, run_dir, n_steps)
+
+        asyncio.run(begin())
+        write_run_file(run_dir, run="many", bus_url=server.url)
+        ref = RunRef(bus_url=server.url, run="many", run_dir=run_dir)
+        asked = {"older": f"{names(n_steps // 2, kept=True)[0]}/3", "dropped": f"{names(n_steps // 2, kept=False)[0]}/3"}
+        only_live = {"newest": f"{names(n_steps, kept=True)[0]}/3", "under way": f"{names(n_steps + 2, kept=True)[0]}/3"}
+        try:
+            live = measured(ref, home, asked | only_live)
+        finally:
+            server.stop()
+        size = sum(file.stat().st_size for file in run_dir.glob("*.jsonl")) / 1e6
+        told = {"samples": args.samples, "record_mb": round(size), "load": os.getloadavg()[0], "live": live,
+                "ended": measured(ref, home, asked)}  # fmt: skip
+    print(json.dumps(told, indent=1))
     return 0
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets everything up in .venv and runs the crash matrix, over hosts too where they can be made (root), six cases at a time, three
+# Sets everything up in .venv and runs the crash matrix, over hosts too where they can be made (root), six cases at a time, four
 # of them over hosts; with MILES_ASYNC_CRASH=all also all variants of its cases. Arguments go to pytest, e.g. -k redis
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -185,7 +185,8 @@ def record(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def curve(args: argparse.Namespace, *, megatron: bool) -> Iterator[dict[str, Any]]:
     """Losses of the same batches: random ones of 0.6B's shape, or a run's recorded ones."""
-    from actors.trainer.record import batch_of, path_of, read_record
+    from actors.trainer.record import path_of, read_record
+    from actors.trainer.replay import batch_of
     from actors.trainer.training.step import train_batch
 
     recorded = args.curve_shape == "recorded"

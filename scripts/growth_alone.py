@@ -35,6 +35,7 @@ import psutil
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+from actors.runtime.run import EXIT_DONE  # noqa: E402
 from bus import STREAMS, Bus, Commit, Out  # noqa: E402
 from bus.knobs.live import publish_initial  # noqa: E402
 from bus.messages.base import pack_floats, pack_ints  # noqa: E402
@@ -43,7 +44,8 @@ from bus.messages.samples import Response, RolloutDone, SampleTask, Sampling, Sc
 from bus.messages.versions import VersionSpan  # noqa: E402
 from bus.server import EmbeddedRedis  # noqa: E402
 from bus.topology import GROUPS, POLICY  # noqa: E402
-from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs  # noqa: E402
+from miles_async.launcher.place import Place, bus_config  # noqa: E402
+from miles_async.launcher.plan import actor_spec, room_specs  # noqa: E402
 from miles_async.settings.live import initial_values  # noqa: E402
 from miles_async.settings.load import settings_from  # noqa: E402
 from scripts import growth  # noqa: E402
@@ -134,7 +136,7 @@ async def trainer(steps: int, model: Path, home: Path, shared: Path) -> Seen:
                 process = started("actors.trainer", str(file), log=log)
             seen = Seen("trainer", process.pid)
             await feed(bus, process, seen, shared / "weights")
-        if process.returncode:
+        if process.returncode not in (None, EXIT_DONE):
             sys.exit((home / "log").read_text()[-3000:])
     finally:
         if process is not None:

@@ -26,7 +26,8 @@ from bus import Bus
 from bus.knobs.live import publish_initial
 from bus.server.embedded import EmbeddedRedis
 from miles_async.governor.govern import govern
-from miles_async.launcher.plan import Place, actor_spec, bus_config, room_specs
+from miles_async.launcher.place import Place, bus_config
+from miles_async.launcher.plan import actor_spec, room_specs
 from miles_async.launcher.prepare import live_kinds
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer

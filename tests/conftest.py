@@ -22,7 +22,7 @@ from tests.warm.launched import warm_server
 
 LONGEST = {"far_run", "ray_run", "desk"}  # fixtures
 WHOLE_RUNS = {"run_of"} | LONGEST
-LANES, START_S = 3, 15.0  # of cases over hosts
+LANES, USUAL_S = 4, 12.0  # lanes of cases over hosts; seconds of a case that does not say how long it takes
 
 settings.register_profile("house", deadline=None)  # an example that waits for a processor has not failed
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -59,29 +59,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def in_lanes(items: list[pytest.Item], workers: int) -> None:
-    """Of the matrix: cases over hosts, which wait for minutes and whose starts take the processors for as long, begin first, but
-    LANES at once and no more, the longest first and each in the lane that is free first; the other cases go beside them. Shares are
-    cut as pytest-xdist cuts them."""
-    far = sorted((i for i in items if "far_run" in getattr(i, "fixturenames", ())), key=lambda i: -seconds_of(i))
+    """Of the matrix: cases over hosts, which wait for minutes, begin first, but LANES at once and no more, each in the lane that is
+    free first. The other cases are for the other workers, and behind those for the lanes. All the longest first, so that none of
+    them ends alone. Shares are cut as pytest-xdist cuts them."""
+    items.sort(key=lambda item: -seconds_of(item))
+    far = [item for item in items if "far_run" in getattr(item, "fixturenames", ())]
     near = [item for item in items if "far_run" not in getattr(item, "fixturenames", ())]
-    lanes: list[list[pytest.Item]] = [[] for _ in range(min(LANES, workers))]
+    sizes = [len(items) * (k + 1) // workers - len(items) * k // workers for k in range(workers)]
+    sizes.sort()  # the larger ones are the last
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
     for item in far:
-        min(lanes, key=lambda lane: sum(map(seconds_of, lane))).append(item)
-    left = len(items)
-    items.clear()
-    for number in range(workers):
-        size = left // (workers - number)
-        own = lanes[number] if number < len(lanes) else []
-        own = own + [near.pop(0) for _ in range(min(len(near), size - len(own)))]
-        items += own
-        left -= len(own)
-    items += near
+        min(shares[:LANES], key=lambda lane: sum(map(seconds_of, lane))).append(item)
+    for item in near:
+        open_ones = [k for k, size in enumerate(sizes) if len(shares[k]) < size]
+        shares[min(open_ones, key=lambda k: (k < LANES, len(shares[k])))].append(item)
+    items[:] = [item for share in shares for item in share]
 
 
 def seconds_of(item: pytest.Item) -> float:
-    """What a case over hosts says that it takes."""
+    """What a case says that it takes."""
     mark = item.get_closest_marker("takes")
-    return float(mark.args[0]) if mark else START_S
+    return float(mark.args[0]) if mark else USUAL_S
 
 
 def pytest_collection_finish() -> None:

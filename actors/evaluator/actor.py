@@ -21,7 +21,7 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
 from actors.runtime.pictures import Pictures
-from actors.runtime.prompts import DataSpec, Prompt, Tokenizer, load_prompts
+from actors.runtime.prompts import DataSpec, Prompt, Prompts, Tokenizer, read_apart
 from actors.runtime.readable import readable
 from actors.runtime.seeds import seed_for
 from bus import Commit, Entry, Guard, Out, Tail
@@ -69,12 +69,12 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluator:
     """The room."""
 
-    def __init__(self, context: Context, spec: EvaluatorSpec) -> None:
+    def __init__(self, context: Context, spec: EvaluatorSpec, prompts: Sequence[Prompts]) -> None:
         self._context = context
         self._spec = spec
         self._samples: list[tuple[EvalSet, Prompt]] = []  # by number; those of a prompt stand together
-        for data in spec.sets:
-            for prompt in load_prompts(data.data).prompts:
+        for data, found in zip(spec.sets, prompts, strict=True):
+            for prompt in found.prompts:
                 self._samples += [(data, prompt)] * data.samples_per_prompt
         self._total = len(self._samples)
         self._active: PolicyVersion | None = None
@@ -266,4 +266,9 @@ def _dead(entry: Entry, lost: RolloutLost) -> Commit:
 
 async def run(context: Context, spec: EvaluatorSpec) -> None:
     """The evaluator's process."""
-    await Evaluator(context, spec).run()
+    prompts: list[Prompts] = []
+    for data in spec.sets:
+        if (found := await read_apart(context, data.data)) is None:
+            return
+        prompts.append(found)
+    await Evaluator(context, spec, prompts).run()

@@ -28,8 +28,9 @@ from actors.runtime.hooks import load_hook
 from actors.runtime.logs import fold_log
 from actors.runtime.miles import judge_of
 from actors.runtime.prompts import decoder_of
-from actors.runtime.refusals import Row
+from actors.runtime.refusals import Row, RunEnds
 from actors.runtime.staleness import bound_in_steps, rule_of
+from actors.runtime.whole import in_time
 from bus import Commit, Entry, Out, Tail
 from bus.errors import Poison
 from bus.messages.groups import MOST_LIVES, GroupKept, GroupVerdict, OpenGroup, Turned, index_of, part_key
@@ -48,7 +49,7 @@ class FilterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     custom_filter: str = ""
     shows_all_to: str = ""  # dotted path of a function that looks at each step's samples (all_samples.py); empty = none
-    shows_all_for_s: float = 0.0  # its deadline
+    hooks_within_s: float = 0.0  # deadline of both
     hook_values: dict[str, Any] = {}
     model_dir: str = ""
 
@@ -63,12 +64,14 @@ class Filter:
         if spec.custom_filter:
             args = lambda: {**context.knobs.values, **spec.hook_values}  # noqa: E731
             self._custom = judge_of(load_hook(spec.custom_filter), args, decoder_of(spec.model_dir))
+            self._custom_name = f"--dynamic-sampling-filter-path {spec.custom_filter}"
+        self._deadline_s, self._one_at_a_time = spec.hooks_within_s, asyncio.Lock()
         self._table = GroupTable()
         self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
         self._said: Turned | None = None
         self._all: AllSamples | None = None
         if spec.shows_all_to:
-            path, deadline_s = spec.shows_all_to, spec.shows_all_for_s
+            path, deadline_s = spec.shows_all_to, spec.hooks_within_s
             self._all = AllSamples(context, path, deadline_s, values=spec.hook_values, model_dir=spec.model_dir)
         remedy = "Mend it, or choose another --dynamic-sampling-filter-path."
         self._raised = Row(context.clock.monotonic, "the filter", remedy, most=MOST_RAISED)
@@ -247,9 +250,15 @@ class Filter:
         path = str(self._context.knobs.dynamic_sampling_filter_path)
         dynamic = JUDGES.get(path) or self._custom or JUDGES["none"]
         try:
-            reason = judge(members, dynamic, known)
+            if dynamic is self._custom:  # not in the event loop, which it would hold up
+                async with self._one_at_a_time:
+                    reason = await in_time(self._custom_name, self._deadline_s, judge, members, dynamic, known)
+            else:
+                reason = judge(members, dynamic, known)
             if reason is not None and not (isinstance(reason, str) and reason):
                 raise TypeError(f"it gave {reason!r}, which is neither a reason to drop nor None")
+        except RunEnds:
+            raise
         except Exception as error:  # noqa: BLE001 - what a judge raises costs what it judged
             said = f"{getattr(dynamic, '__name__', dynamic)}: {type(error).__name__}: {error}"
             await self._context.refusals.add("judge", f"{group_id} is dropped: {said}", kind="judge raised")

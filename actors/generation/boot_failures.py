@@ -24,6 +24,7 @@ SMALL_GRAPH_BS = 16
 BUSY_WAIT_S = 15.0
 TAIL_LINES = 200  # what a library merely mentioned while it was loading must not decide
 _CAUSE_CHARS = 300
+_HARMLESS = re.compile(r"^.*Failed to load generation config for .*$", re.MULTILINE)  # SGLang goes on with its defaults
 
 # In order: the first kind with a match is the answer. What names a subsystem comes before what could be anything.
 _SIGNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
@@ -127,7 +128,7 @@ class Answer:
 
 def classify(log: str, *, exit_code: int | None, timed_out: bool = False) -> Failure:
     """The failure that a log and an exit status show. `exit_code` None: the server still ran (or was ended by us)."""
-    text = "\n".join(log.splitlines()[-TAIL_LINES:])
+    text = _HARMLESS.sub("", "\n".join(log.splitlines()[-TAIL_LINES:]))
     for kind, pattern in _SIGNS:
         found = _last(pattern, text)
         if found is None:

@@ -6,6 +6,7 @@ count     tokens of each request, of an engine paused in place (census.py)
 checksum  of each parameter; every GPU answers, each of its own parts
 receive   all buckets of a version over a group that SGLang joined, into a buffer that is kept, and from there by quick_load.py;
           before that it counts too, if asked
+draw      next tokens are drawn by our sampler from now on, where sampling is plain (sampling.py)
 Always true: an answer of `unknown` means that nothing was touched. Weights are all there, on the GPU, when `receive` is answered
 without `failed`; otherwise, also where its answer is lost, they are to be discarded.
 """
@@ -25,8 +26,8 @@ from bus.errors import UNREADABLE
 
 VARIABLE = "MILES_ASYNC_INSIDE"
 """Environment of the server: the folder of the letters."""
-TESTED = ("0.5.12",)
-"""Versions of SGLang whose scheduler this was tested with; no other is asked (inside_client.py)."""
+TESTED = ("0.5.12.post1",)
+"""Versions of SGLang, in its own words, whose scheduler this was tested with; no other is asked (inside_client.py)."""
 log = logging.getLogger(__name__)
 _DEPTH = 16  # frames from here to the scheduler: three in SGLang 0.5.12
 
@@ -35,7 +36,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """`layouts`: of each bucket in turn, as quick_load.Layout in JSON. `counts`: whether to count before receiving."""
 
     number: int
-    what: Literal["count", "receive", "checksum"]
+    what: Literal["count", "receive", "checksum", "draw"]
     group: str = ""
     layouts: tuple[str, ...] = ()
     counts: bool = False
@@ -73,7 +74,9 @@ def _answer(folder: Path, order: Order, model: Any) -> None:
             answer = Answer(number=order.number, unknown=f"{type(error).__name__}: {error}"[:500])
         _write(_answer_file(folder, rank), answer)
         return
-    if order.what == "count":
+    if order.what == "draw":
+        answer = _draw(order, _owner(frame, "sampler", "server_args"))
+    elif order.what == "count":
         answer = _count(order, scheduler)
     else:
         counted = _count(order, scheduler) if order.counts else Answer(number=order.number)
@@ -96,6 +99,16 @@ def _count(order: Order, scheduler: Any) -> Answer:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the step kept back has left the GPU before any weight changes
     return Answer(number=order.number, counts=counts)
+
+
+def _draw(order: Order, runner: Any) -> Answer:
+    try:
+        from actors.generation.sampling import install
+
+        why = "SGLang's sampler was not found" if runner is None else install(runner)
+        return Answer(number=order.number, unknown=why)
+    except Exception as error:  # noqa: BLE001 - whatever it was, SGLang goes on with its own
+        return Answer(number=order.number, unknown=f"{type(error).__name__}: {error}"[:500])
 
 
 def _checksums(model: Any) -> dict[str, str]:

@@ -53,6 +53,11 @@ class Inside:
         answer = await self._ask(Order(number=next(self._numbers), what="count"))
         return None if answer is None else answer.counts
 
+    async def draw(self) -> bool:
+        """Have next tokens drawn by our sampler from now on, where sampling is plain. False, with the reason in the log, where
+        that cannot be done."""
+        return await self._ask(Order(number=next(self._numbers), what="draw")) is not None
+
     async def checksums(self) -> Mapping[str, str] | None:
         """Of each parameter on each GPU, as "<rank>/<name>"; None for an engine of one, whose own tell everything: SGLang's
         checker answers for its first GPU only. RequestRefused where they cannot be had."""

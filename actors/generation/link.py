@@ -101,6 +101,7 @@ class EngineLink:
         self._loader = Loader(context.name)
         self._files: WeightManifest | None = None  # whole files that were loaded last, with nothing else after them
         self._taken: Activate | None = None  # the order that is being carried out, or was
+        self._trouble = ""  # of the last order, which failed; an engine that starts anew because of it does not change it
         self.state = State.BOOTING
         self._since = context.clock.monotonic()  # in this state
         self._open = asyncio.Event()
@@ -199,13 +200,13 @@ class EngineLink:
                 self.enter(State.DAMAGED)
             if self.serving is None:
                 self._context.version = -1
-            self._context.note = f"version {version} failed: {error}"[:200]
-            if way != "disk":
+            self._context.note = self._trouble = f"version {version} failed: {error}"[:300]
+            if way in FILES and isinstance(error, WeightsUnusable | RequestRefused):  # also of files that came: nobody else's fault
+                text, path = str(error)[:300], order.manifest.path
+                await self._context.event("weights refused", text, level="error", version=version, path=path)
+            elif way != "disk" and not (way == "network" and self._context.draining.is_set()):  # then we gave it up
                 text = f"{way}: {error}"[:300]
                 await self._context.event("transport failed", text, level="warning", version=version, transport=way)
-            elif not isinstance(error, EngineUnavailable):
-                path = order.manifest.path
-                await self._context.event("weights refused", str(error)[:300], level="error", version=version, path=path)
             if isinstance(error, EngineUnavailable | RequestRefused):
                 raise
         finally:
@@ -311,19 +312,20 @@ class EngineLink:
         return msgspec.structs.replace(order.manifest, path=str(folder))
 
     def _about(self) -> str:
-        """What is worth saying of the engine while all is well."""
-        return self.process.note if self.process is not None else self.kind.note
+        """What is worth saying of the engine: why it took no version, until it takes one."""
+        return self._trouble or (self.process.note if self.process is not None else self.kind.note)
 
     async def _activated(self, order: Activate, total_s: float, compared: Compared, how: str) -> None:
         self.enter(State.SERVING)
         self.serving = order.version
         self._context.version = order.version.id
+        self._trouble = ""
         self._context.note = self._about()
         version, step = order.version.id, order.version.step
         await self._context.event(
             "activated", f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s, total_s=total_s,
             transport=order.manifest.transport, gpus=self.kind.tp_size, host=shared_memory_name(), compared=compared.tensors,
-            requests=how,
+            requests=how, **(self._supply.fetched if self._supply and order.manifest.transport == "network" else {}),
         )  # fmt: skip
         if compared.unable:
             await self._context.event("not compared", compared.unable, level="warning", version=order.version.id)

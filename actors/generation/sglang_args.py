@@ -32,6 +32,10 @@ SEES_ANEW = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 it: a picture seen before was looked at with old weights for good. Without that memory each prefill looks anew; siblings
 that come later share its keys and values, which are kept by version."""
 
+UNEQUAL_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+"""SGLang refuses to start where one of an engine's GPUs has a tenth less free memory than another. A trainer beside it keeps
+the version it shares with engines on its first rank's GPU alone: seen with a 4B model, 7.6 GiB of 80."""
+
 
 def default_command() -> tuple[str, ...]:
     """The SGLang of this Python."""

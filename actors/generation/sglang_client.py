@@ -57,7 +57,7 @@ class SGLangClient:
 
     request_deadline_s: a whole `generate`. token_deadline_s: the longest silence within it (queueing, pauses and the
     first token included). control_deadline_s: any other call. inside: folder of the letters to our function in the server.
-    token: what the engine asks of its callers.
+    token: what the engine asks of its callers. draws: whether `info` has that function draw the tokens where it can.
     Must be created inside a running event loop.
     """
 
@@ -70,6 +70,7 @@ class SGLangClient:
         control_deadline_s: float,
         inside: Path | None = None,
         token: str = "",
+        draws: bool = False,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._request_deadline_s = request_deadline_s
@@ -84,6 +85,7 @@ class SGLangClient:
         self._older: dict[str, tuple[str, int]] = {}  # request -> see count_as_older; chunks for which that holds still
         self._runs_our_loader = False  # as `info` said
         self._inside = Inside(inside, self._calls.post)
+        self._draws = draws
         self.counts_when_receiving = False
         self._quiet = asyncio.Event()  # nothing is flying
         self._quiet.set()
@@ -381,6 +383,8 @@ class SGLangClient:
         self._runs_our_loader = LOADER in (info.get("custom_weight_loader") or ())
         self._inside.hear(info)
         self.counts_when_receiving = self._inside.able
+        if self._draws:
+            await self._inside.draw()
         return info
 
     async def close(self) -> None:

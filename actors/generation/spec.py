@@ -11,7 +11,7 @@ from actors.generation.boot_failures import Launch
 from actors.generation.engine import Engine
 from actors.generation.link import EngineLink
 from actors.generation.process import EngineProcess, EngineServer
-from actors.generation.sglang_args import SEES_ANEW, default_command, server_args
+from actors.generation.sglang_args import SEES_ANEW, UNEQUAL_GPUS, default_command, server_args
 from actors.generation.sglang_server import SGLangServer
 from actors.generation.supply import Supply
 from actors.runtime.child import ArgValue, Child, flag_name
@@ -86,6 +86,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Longest wait of a sample for a worker of the tail's lane; then any worker takes it."""
     inside: str = ""
     """Folder of the letters to our function inside the server at `engine_url`, if it runs it (inside.py)."""
+    draws: bool = False
+    """Our function inside an SGLang server draws next tokens where sampling is plain (sampling.py)."""
     token: str = ""
     """What the engines and the router of this run ask of their callers; empty = nothing. Made by the launcher."""
     serves: bool = False
@@ -116,8 +118,8 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         from actors.generation.sglang_client import SGLangClient
 
         if spec.router_url:
-            return RoutedEngine(url, spec.router_url, inside=inside, token=spec.token, **deadlines)
-        return SGLangClient(url, inside=inside, token=spec.token, **deadlines)
+            return RoutedEngine(url, spec.router_url, inside=inside, token=spec.token, draws=spec.draws, **deadlines)
+        return SGLangClient(url, inside=inside, token=spec.token, draws=spec.draws, **deadlines)
 
     supply = Supply(
         context,
@@ -177,7 +179,8 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
 
 def sglang_env(spec: GenerationSpec) -> dict[str, str]:
     """Variables of an SGLang server, and of each part of it; they win over those of this process (pure)."""
-    return dict(SEES_ANEW) if family_of(spec.model_path) else {}
+    beside_trainer = UNEQUAL_GPUS if spec.gives_back and spec.tp_size > 1 else {}
+    return {**(SEES_ANEW if family_of(spec.model_path) else {}), **beside_trainer}
 
 
 def sglang_flags(spec: GenerationSpec, part: int = 0) -> dict[str, ArgValue]:

@@ -6,23 +6,33 @@ Owns this host's folder of fetched versions, together with the run's other worke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from actors.runtime.context import Context
-from actors.runtime.depot import Depot
-from actors.runtime.fetch import Fetch, FetchFailed
+from actors.runtime.delta import XOR, apply_delta
+from actors.runtime.depot import ID, Depot
+from actors.runtime.fetch import Damaged, Fetch, FetchFailed
 from actors.runtime.host import SHARED, place
 from bus.messages.active import Activate
+from bus.messages.weights import Parcel
 from bus.private import private_directory
 
 KEPT = 2  # versions: the one served, and the one before, which the next host may still be fetching
+LEFT_S = 600.0  # files that nobody has touched for so long, and no process uses, are those of workers that were killed
+USERS = ".users"  # file of a folder: who uses that holds its lock
+_NAME = "miles_async-{}-{}-fetched"
 TOLD = 1_000  # parcels of the newest orders, as many as their log keeps
 
 
@@ -33,17 +43,22 @@ class Supply:
         self._context, self._token = context, token
         self._serves, self._address, self._deadline_s = serves, address, deadline_s
         own = f"{context.bus.config.run} {token}".encode()
-        name = f"miles_async-{os.getuid()}-{hashlib.blake2b(own, digest_size=6).hexdigest()}-fetched"
+        name = _NAME.format(os.getuid(), hashlib.blake2b(own, digest_size=6).hexdigest())
         roots = [root for root in (SHARED, Path(context.spec.run_dir or tempfile.gettempdir())) if root.is_dir()]
         self._homes = [root / name for root in roots]  # shared memory first
         self._depot: Depot | None = None
-        self._fetch: Fetch | None = None
+        self._fetches: tuple[Fetch, ...] = ()  # under way
+        self.fetched: dict[str, Any] = {}  # bytes and seconds of the fetch that ended last
         self._used: dict[Path, int] = {}  # our folders, with a lock that says so
+        self._at_hand: int | None = None  # the same of the version that comes or came last
         self._told: dict[str, int] = {}  # parcels of orders, whoever they are for, and their versions
         self._newest, self._coming = -1, ""  # version of an order; the parcel that is on its way here
+        self._deltas: dict[str, str] = {}  # those of orders, and the parcels that they make
+        self._taken: dict[str, None] = {}  # those that come or came here
 
     def open(self) -> None:
-        """Serve, if we are to. BusRefused when the port is taken."""
+        """Serve, if we are to, and free what workers of other runs left here. BusRefused when the port is taken."""
+        _sweep_left(SHARED, self._homes)
         if self._serves and self._depot is None:
             host, bind, port = place(self._address, self._context.bus.link.local_address)
             if host:
@@ -56,23 +71,34 @@ class Supply:
         if order.parcel is not None:
             self._told.pop(order.parcel.id, None)
             self._told[order.parcel.id] = order.version.id
-            for old in list(self._told)[:-TOLD]:
-                del self._told[old]
+            if order.delta is not None:
+                self._deltas[order.delta.id] = order.parcel.id
+            for kept in (self._told, self._deltas, self._taken):
+                for old in list(kept)[:-TOLD]:
+                    del kept[old]
 
     def _find(self, parcel_id: str) -> Path | None:
         """Also of one that will be here soon. A host that comes back asks for what it was told before its link broke: it is to know
         at once that this is gone, since only then it looks at what is newer."""
+        makes = self._deltas.get(parcel_id)
+        if makes is not None and parcel_id not in self._taken and self._is_begun(makes):
+            return None
+        parcel_id = makes or parcel_id
         found = [home / parcel_id for home in self._homes if (home / parcel_id).is_dir()]
         if found:
             return found[0]
         is_past = parcel_id != self._coming and self._told.get(parcel_id, self._newest) < self._newest
         return None if is_past else self._homes[0] / parcel_id
 
+    def _is_begun(self, parcel_id: str) -> bool:
+        return any((home / parcel_id).is_dir() for home in self._homes)
+
     async def bring(self, order: Activate, given_up: Callable[[], bool] = lambda: False) -> Path:
         """The folder with an order's files. FetchFailed when nobody had them for the deadline, or now and it is given up (there
         is a newer order: while bytes come, this one goes on, or a slow link would never serve any), when we drain, or at `stop`;
         OSError when there is no room; BadMessage."""
         assert order.parcel is not None
+        self.know(order)
         context = self._context
 
         parcel, note = order.parcel, context.note
@@ -85,12 +111,34 @@ class Supply:
             rate = here / max(1e-3, context.clock.monotonic() - began)
             context.note = f"has {here / 1e6:.0f} of {parcel.n_bytes / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s"
 
+        self._let_go()
         folder = self._home(parcel.n_bytes) / parcel.id
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._at_hand = _use(folder)
+        earlier = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
         sources = [self._complete(source) for source in order.sources]
-        fetch = Fetch(
-            parcel, folder, sources, token=self._token, deadline_s=self._deadline_s, came=came, pointless=given_up
+        fetching = partial(
+            Fetch, folder=folder, sources=sources, token=self._token, deadline_s=self._deadline_s, came=came, pointless=given_up
         )
-        self._fetch, self._coming = fetch, parcel.id
+        base = folder.parent / (order.base if re.fullmatch(ID, order.base) else "none")
+        changes = fetching(order.delta) if order.delta is not None and _is_whole(base, order.delta, parcel) else None
+
+        loop = asyncio.get_running_loop()
+
+        def by_changes() -> None:
+            if changes is not None and order.delta is not None:
+                self._taken[order.delta.id] = None
+                try:
+                    changes.bring()
+                    apply_delta(base, folder, parcel, order.delta)
+                except (FetchFailed, Damaged, OSError) as error:  # all of it comes instead
+                    loop.call_soon_threadsafe(context.count, "deltas_failed")
+                    context.log.warning("version %d is fetched whole: %s", order.version.id, error)
+
+        fetch = fetching(parcel, earlier=earlier, first=by_changes)
+        self._fetches = (fetch, changes) if changes is not None else (fetch,)
+        self._coming, context.takes = parcel.id, order.version.id
+        context.news.set()  # its files are kept for us
         try:
             async with asyncio.TaskGroup() as tasks:
                 work = tasks.create_task(asyncio.to_thread(fetch.run))
@@ -98,19 +146,26 @@ class Supply:
                 await asyncio.wait((work, drain), return_when=asyncio.FIRST_COMPLETED)
                 drain.cancel()
                 if not work.done():
-                    fetch.stop()
+                    self.stop()
         except* FetchFailed as group:
             raise FetchFailed(str(group.exceptions[0])) from None
         except* OSError as group:
             raise group.exceptions[0] from None
         finally:
-            self._fetch, self._coming, context.note = None, "", note
+            self._fetches, self._coming, context.note, context.takes = (), "", note, -1
+        self.fetched = {"fetched": here, "fetch_s": context.clock.monotonic() - began}
         return folder
+
+    def _let_go(self) -> None:
+        """The version that came last is loaded by now, or will not be."""
+        if self._at_hand is not None:
+            os.close(self._at_hand)
+            self._at_hand = None
 
     def stop(self) -> None:
         """End the fetch under way, if any."""
-        if self._fetch is not None:
-            self._fetch.stop()
+        for fetch in self._fetches:
+            fetch.stop()
 
     def _complete(self, source: str) -> str:
         """The address of a source that is on the bus's host, as we reach that."""
@@ -126,25 +181,50 @@ class Supply:
             if home.is_dir():
                 here = sorted((p for p in home.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
                 for old in here[: 1 - KEPT]:
-                    shutil.rmtree(old, ignore_errors=True)
+                    _delete_unused(old)  # else another worker here is still at it
         roomy = [home for home in self._homes if shutil.disk_usage(home.parent).free > 1.1 * n_bytes]
         home = private_directory((roomy or self._homes)[0])
         if home not in self._used:
-            handle = os.open(home / "users", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(handle, fcntl.LOCK_SH)
-            self._used[home] = handle
+            self._used[home] = _use(home)
         return home
 
     async def close(self) -> None:
         """Serve no more; the last worker of the run on this host takes the folder away."""
         if self._depot is not None:
             await asyncio.to_thread(self._depot.close)
+        self._let_go()
         for home, handle in self._used.items():
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(home, ignore_errors=True)
-            except BlockingIOError:
-                continue
-            finally:
-                os.close(handle)
+            os.close(handle)
+            _delete_unused(home)
         self._used = {}
+
+
+def _is_whole(base: Path, delta: Parcel, parcel: Parcel) -> bool:
+    """Whether the large files of the version before are here."""
+    sizes = {file.name: file.n_bytes for file in parcel.files}
+    names = [file.name.removesuffix(XOR) for file in delta.files]
+    with contextlib.suppress(OSError):
+        return all((base / name).stat().st_size == sizes.get(name) for name in names)
+    return False
+
+
+def _use(folder: Path) -> int:
+    """Whoever uses it holds this lock."""
+    handle = os.open(folder / USERS, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    return handle
+
+
+def _delete_unused(folder: Path) -> None:
+    """Unless a process uses it."""
+    with contextlib.suppress(OSError), (folder / USERS).open("r+") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep_left(shared: Path, ours: Collection[Path]) -> None:
+    """Versions in memory whose run's workers on this host were all killed, and none came after them."""
+    for home in set(shared.glob(_NAME.format(os.getuid(), "*"))) - set(ours):
+        with contextlib.suppress(OSError):  # its last worker takes it away
+            if time.time() - home.stat().st_mtime > LEFT_S:
+                _delete_unused(home)

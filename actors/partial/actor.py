@@ -16,7 +16,8 @@ from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.hooks import load_hook
 from actors.runtime.logs import fold_log
-from actors.runtime.refusals import Row
+from actors.runtime.refusals import Row, RunEnds
+from actors.runtime.whole import in_time
 from bus import Commit, Entry, Out, Tail
 from bus.messages.base import EMPTY
 from bus.messages.policy import Restored, StepDone
@@ -31,6 +32,7 @@ class PartialSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     buffer_filter: str = "fifo"
     mask_offpolicy: bool = False
+    hooks_within_s: float = 0.0  # deadline of a policy of one's own
 
 
 class PartialBuffer:
@@ -89,11 +91,19 @@ class PartialBuffer:
     async def _plans(self, waiting: list[Waiting]) -> list[Plan]:
         """What the policy says; first in, first out where it raises or says what cannot be done."""
         try:
-            plans = list(self._policy(self._step, waiting))
+            if self._spec.buffer_filter in POLICIES:
+                plans = list(self._policy(self._step, waiting))
+            else:  # not in the event loop, which it would hold up
+                name = f"--buffer-filter-path {self._spec.buffer_filter}"
+                plans = await in_time(
+                    name, self._spec.hooks_within_s, lambda: list(self._policy(self._step, waiting))
+                )
             orders = [plan.order for plan in plans]
             known = {w.order for w in waiting}
             if len(set(orders)) < len(orders) or not set(orders) <= known or any(p.action not in ACTIONS for p in plans):
                 raise ValueError(f"it gave plans that do not fit: {plans[:3]!r}")
+        except RunEnds:
+            raise
         except Exception as error:  # noqa: BLE001 - what a policy raises costs its order, no sample
             said = f"{self._spec.buffer_filter}: {type(error).__name__}: {error}"
             await self._context.refusals.add("buffer_filter", f"first in, first out instead: {said}", kind="policy raised")

@@ -16,6 +16,7 @@ the last ones the run ends with the reason. Engines of a Send that are lost are 
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import msgspec
 
 from actors.publisher.elsewhere import Elsewhere
 from actors.publisher.members import ASIDE_S, REFUSALS, STRIKES, Members
-from actors.publisher.plan import TRIES, Target, choose_ways, next_wave, worth_saying
+from actors.publisher.plan import ROOM, TRIES, Target, choose_ways, in_the_way, next_wave, worth_saying
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.fetch import Damaged
@@ -64,12 +65,14 @@ class Publisher:
     def __init__(self, context: Context, spec: PublisherSpec) -> None:
         self._context = context
         self._spec = spec
-        self._elsewhere = Elsewhere(context, token=spec.weights_token, address=spec.serve_at)
+        self._elsewhere = Elsewhere(context, token=spec.weights_token, address=spec.serve_at, ours=spec.weights_dir)
         self._forget()
 
     def _forget(self) -> None:
         self._announced: dict[int, PolicyVersion] = {}
         self._target: Target | None = None
+        self._in_files: set[int] = set()  # versions of which files may be here
+        self._n_bytes = 0  # of the newest one
         self._now = 0.0  # of our own clock, when the entries being folded came
         self._members = Members(self._spec.worker_timeout_s, self._spec.lent)
         self._why = ""  # files were refused last
@@ -119,7 +122,8 @@ class Publisher:
         match message:
             case PolicyAnnounced():
                 self._announced[message.version.id] = message.version
-                self._target = Target(message.version, message.manifest)
+                self._in_files.add(message.version.id)
+                self._target, self._n_bytes = Target(message.version, message.manifest), message.manifest.n_bytes
             case StepDone():
                 self._masked = (message.step, message.metrics.get("rollout/masked_fraction", 0.0))
             case WeightsReady() if target is not None and message.version.id == target.version.id:
@@ -140,6 +144,9 @@ class Publisher:
                 if target is not None and target.spoiled(str(message.data.get("path", ""))):
                     self._members.withdraw(target.version.id)
                 self._why = f"{message.actor}: {message.text}"
+            case Event(kind="activated", data={"fetched": n_bytes, "fetch_s": seconds}):
+                self._elsewhere.heard(int(n_bytes), float(seconds))
+                self._members.fold(message, now, entry.id)
             case Vitals(role="trainer"):
                 self._trainer_at = message.version
             case Vitals() | Event():
@@ -190,7 +197,7 @@ class Publisher:
                 "Look at the memory and the disk of the trainer's host; the run goes on from its last checkpoint."
             )
         await self._say(serving)
-        self._sweep(serving)
+        await self._sweep(now, serving)
 
     async def _ask_to_send(
         self, target: Target, wave: list[str], able: dict[str, Seat], serving: dict[str, int]
@@ -239,17 +246,17 @@ class Publisher:
         """To those that must fetch the files."""
         version = target.version
         try:
-            parcel = await self._elsewhere.parcel(files) if workers else None
+            packed = await self._elsewhere.parcel(files) if workers else None
         except Damaged as error:
             self._why = str(error)
             if target.spoiled(files.path):
                 self._members.withdraw(version.id)
             return
-        if parcel is None:
+        if packed is None:
             return
-        way = msgspec.structs.replace(files, transport="network", path="", n_bytes=parcel.n_bytes)
+        way = msgspec.structs.replace(files, transport="network", path="", n_bytes=packed.parcel.n_bytes)
         for sources, names in self._elsewhere.sources(version.id, workers, self._members.all).items():
-            await self._order(version, way, names, now, parcel=parcel, sources=sources)
+            await self._order(version, way, names, now, sources=sources, **packed._asdict())
 
     async def _order(
         self, version: PolicyVersion, manifest: WeightManifest, workers: list[str], now: float, **fetched: Any
@@ -263,7 +270,7 @@ class Publisher:
         await context.bus.append([Out(ACTIVE, order)], repeatable=True)
         fault_point(context.name, "after_order")
         for name in workers:
-            self._members.all[name].ordered = (version.id, now)
+            self._members.all[name].order(version.id, now, fetched=bool(fetched))
 
     def _are_gone(self, files: WeightManifest) -> bool:
         """Whether files that the trainer wrote here are not there any more."""
@@ -292,16 +299,36 @@ class Publisher:
             await self._context.bus.append([Out(ACTIVE, said)], repeatable=True)
             self._context.version = self._active.id
 
-    def _sweep(self, serving: dict[str, int]) -> None:
-        """Delete weight files that nobody serves and nobody will be ordered to: what the trainer wrote here, never a checkpoint
-        of the user."""
-        if not self._spec.weights_dir:
-            return
-        keep = set(sorted(self._announced)[-self._spec.keep_versions :]) | set(serving.values())
-        keep |= {member.ordered[0] for member in self._members.all.values() if member.ordered is not None}
-        for version in [v for v in self._announced if v not in keep]:
+    async def _sweep(self, now: float, serving: dict[str, int]) -> None:
+        """Delete weight files that nobody wants and nobody will be ordered to, and others where the trainer needs their room: what
+        it wrote here, never a checkpoint of the user."""
+        wanted = self._members.wanted(now)
+        keep = set(sorted(self._announced)[-self._spec.keep_versions :]) | wanted
+        for version in self._announced.keys() - keep - set(serving.values()):
             del self._announced[version]
-            shutil.rmtree(version_dir(Path(self._spec.weights_dir), version), ignore_errors=True)
+        folder = Path(self._spec.weights_dir)
+        if not self._spec.weights_dir or not folder.is_dir():
+            return
+        for version in self._in_files - keep:
+            await self._delete(version_dir(folder, version))
+        self._in_files &= keep
+        if len(self._in_files) < 2:
+            return
+        free = shutil.disk_usage(folder).free
+        for version in in_the_way(self._in_files, wanted, free=free, each=self._n_bytes):
+            self._elsewhere.withdraw(version_dir(folder, version))
+            await self._delete(version_dir(folder, version))
+            self._in_files.discard(version)
+            if names := sorted(name for name, member in self._members.all.items() if version in member.wanted(now)):
+                text = (
+                    f"version {version} is deleted although {', '.join(names)} may be fetching it, and they take the newest: "
+                    f"{folder} has {free / 1e6:.0f} MB free and is to have room for {ROOM} more of {self._n_bytes / 1e6:.0f} MB. "
+                    "Give the trainer's host more shared memory"
+                )
+                await self._context.event("no room for old versions", text[:300], level="warning", version=version)
+
+    async def _delete(self, folder: Path) -> None:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
 async def run(context: Context, spec: PublisherSpec) -> None:

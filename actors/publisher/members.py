@@ -23,6 +23,7 @@ STRIKES = 2
 REFUSALS = 3
 ASIDE_S = 600.0
 SILENT_KEPT = 1000
+UNHEARD_S = 3.0  # an order is on its way, or the word that it is followed
 FILES = ("disk", "network")  # ways of whole files
 NOT_HERE = ("stopped", "failed", "draining")
 
@@ -36,11 +37,33 @@ class Member(msgspec.Struct, kw_only=True):
     waits: str = ""
     seat: Seat | None = None
     ordered: tuple[int, float] | None = None  # version id, and when
+    told: int = -1  # the version of its newest order, answered or not
+    takes: int = -1  # the version that it is at work on, as it said or as its orders came; -1 = none
+    offered: dict[int, float] = {}  # versions that it was told to fetch, and when: it may have begun with any
     late: bool = False  # it let the deadline of its last order pass
     refused: str = ""  # the files that it refused, until it activated something
     memory: str = ""  # whose files it can read, as it said; empty = it did not say
     depot: str = ""  # where it serves versions to others
     received: int = 0  # bytes of versions that came to it over the network
+
+    def order(self, version: int, now: float, *, fetched: bool = False) -> None:
+        """It is told to take this version. One that is at work on an older one ends that first, and then takes the newest that it
+        has heard of."""
+        self.ordered, self.told = (version, now), version
+        if self.takes < 0:
+            self.takes = version
+        if fetched:
+            self.offered = {v: at for v, at in self.offered.items() if now - at < UNHEARD_S} | {version: now}
+
+    def answered(self, version: int) -> None:
+        """It is done with this version, or gave it up."""
+        self.takes = self.told if self.told > version else -1
+
+    def wanted(self, now: float) -> set[int]:
+        """Versions that it takes, or may be about to."""
+        soon = {version for version, at in self.offered.items() if now - at < UNHEARD_S}
+        at_hand = {self.takes, self.ordered[0] if self.ordered is not None else -1} - {-1}
+        return soon | at_hand
 
 
 class Members:
@@ -77,15 +100,20 @@ class Members:
                 if member.ordered is not None and message.received != member.received:
                     member.ordered = member.ordered[0], now  # it is slow, but it comes
                 member.received = message.received
+                if message.takes > message.version:
+                    member.takes = message.takes
+                elif member.takes <= message.version:
+                    member.takes = -1  # the word that it serves that was heard before
                 if message.version < 0:
                     member.seat = None
             case Event(kind="joined"):
                 member = self._hear(message.actor, now)
-                member.serving, member.seat, member.ordered = -1, None, None
+                member.serving, member.seat, member.ordered, member.takes = -1, None, None, -1
             case Event(kind="activated", data=data):
                 member = self._hear(message.actor, now)
                 member.serving = int(data.get("version", -1))
                 member.late, member.ordered, member.refused = False, None, ""
+                member.answered(member.serving)
                 if member.seat is None and message.actor not in self._lent:
                     member.seat = Seat(message.actor, int(data.get("gpus", 1)), str(data.get("host", "")), entry_id)
                 if data.get("transport") not in FILES:
@@ -94,6 +122,7 @@ class Members:
             case Event(kind="transport failed" | "engine stalled" | "weights refused" as kind) if message.actor in self.all:
                 member = self.all[message.actor]
                 member.ordered = None
+                member.answered(int(message.data.get("version", member.takes)))
                 if kind != "weights refused":
                     member.seat = None
                 else:
@@ -135,6 +164,11 @@ class Members:
             if member.ordered is not None and member.ordered[0] == version:
                 member.ordered = None
 
+    def wanted(self, now: float) -> set[int]:
+        """Versions that somebody was told to take, or may still be taking, however many are newer: a host that fetches over a slow
+        link finds what it began with."""
+        return {version for member in self.all.values() for version in member.wanted(now)}
+
     def overdue(self, now: float, deadline_s: float) -> list[tuple[str, int]]:
         """Workers that let an order's deadline pass, and its version; they take files next. No deadline runs while an engine
         boots."""
@@ -146,7 +180,7 @@ class Members:
             if member.waits == BOOTING:
                 member.ordered = (version, now)
             elif now - at > deadline_s:
-                member.ordered, member.seat, member.late = None, None, True
+                member.ordered, member.seat, member.late, member.takes = None, None, True, -1
                 found.append((name, version))
         return found
 

@@ -12,6 +12,7 @@ from bus.messages.policy import WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
 
 TRIES = 3  # files that are written anew for one version
+ROOM = 2  # versions that the trainer may write before the publisher looks again
 SLOTS_TOLD = 0.1  # change of a worker's slots, since they were said, that is worth saying
 
 
@@ -87,6 +88,21 @@ def next_wave(
     away = sum(serving.get(name, -1) >= 0 for name in in_progress)
     allowed = max(1, int(sum(version >= 0 for version in serving.values()) * fraction))
     return idle + at_work[: max(0, allowed - away)]
+
+
+def in_the_way(held: Collection[int], wanted: Collection[int], *, free: int, each: int) -> list[int]:
+    """Of the versions `held` in files those to delete, whoever wants them, so that the trainer, which ends where it cannot write,
+    has room for ROOM more. `free`, `each`: bytes there, and of one version.
+
+    The newest stays. First go those that nobody wants, the oldest first, then those that were begun last: the others are nearer to
+    their end.
+    """
+    short = ROOM * each - free
+    if short <= 0:
+        return []
+    old = sorted(held)[:-1]
+    order = [v for v in old if v not in wanted] + [v for v in reversed(old) if v in wanted]
+    return order[: -(-short // each)]
 
 
 def worth_saying(new: PolicyActive, said: PolicyActive | None) -> bool:

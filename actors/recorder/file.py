@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # the bus is not loaded by who reads files alone
 
 FILE = "metrics.jsonl"
 BLOCK = 1 << 20
+_ENTRY = re.compile(rb'"entry":"([a-z.]+)@([0-9]+-[0-9]+)"')
 
 
 class MetricsBusy(MilesAsyncError):
@@ -37,6 +39,18 @@ def stream_records(run_dir: Path) -> Iterator[Record]:
         return
     with file:
         yield from records_in(line for line in file if line.endswith(b"\n"))
+
+
+def newest_entries(file: Path) -> dict[str, str]:
+    """The id of the newest entry of each stream that the last BLOCK bytes of a file of lines name."""
+    try:
+        with file.open("rb") as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - BLOCK))
+            tail = opened.read()
+    except FileNotFoundError:
+        return {}
+    whole = tail[: tail.rfind(b"\n") + 1]
+    return {name.decode(): at.decode() for name, at in _ENTRY.findall(whole)}  # in order: the last one stays
 
 
 def objects(lines: Iterable[bytes]) -> Iterator[Record]:

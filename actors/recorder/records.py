@@ -37,11 +37,10 @@ from typing import Any
 import msgspec
 
 from actors.runtime.readable import readable
-from actors.runtime.usage import EVENT as USAGE
 from bus import Entry
 from bus.inspect import wall_of
 from bus.messages.base import Packed, unpack_ints
-from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
+from bus.messages.control import USAGE, DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
 from bus.messages.policy import (
     Checkpointed,

@@ -6,12 +6,11 @@ Bounded: of two files the older one goes; together they have the newest half mil
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.recorder.file import append_lines, records_in
+from actors.recorder.file import BLOCK, append_lines, records_in
 
 if TYPE_CHECKING:  # the bus is not loaded by who reads files alone
     from actors.recorder.records import Record
@@ -41,17 +40,43 @@ def last_trained(run_dir: Path) -> list[Record]:
 
 def lines_with(file: Path, needles: Iterable[bytes]) -> Iterator[Record]:
     """Records of the lines that hold any of these bytes, each once, in order; nothing else is parsed."""
+    needles = tuple(needles)
     try:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            starts = {data.rfind(b"\n", 0, at) + 1 for needle in needles for at in _places(data, needle)}
-            yield from records_in(data[start : data.find(b"\n", start)] for start in sorted(starts))
-    except (FileNotFoundError, ValueError):  # an empty file cannot be mapped
+        opened = file.open("rb")
+    except FileNotFoundError:
         return
+    with opened:
+        while block := opened.read(BLOCK):
+            block += opened.readline()  # whole lines; sought in memory that was just read, which is quicker than in a mapped file
+            starts = {block.rfind(b"\n", 0, at) + 1 for needle in needles for at in _places(block, needle)}
+            yield from records_in(block[start : block.find(b"\n", start)] for start in sorted(starts))
 
 
-def _places(data: mmap.mmap, needle: bytes) -> Iterator[int]:
-    at = data.find(needle)
+def newest_with(file: Path, needle: bytes, enough: float) -> list[Record]:
+    """The same, sought from the file's end until `enough` different entries are found; oldest first."""
+    found: list[Record] = []
+    try:
+        opened = file.open("rb")
+    except FileNotFoundError:
+        return found
+    with opened:
+        end, size = opened.seek(0, 2), BLOCK
+        while end > 0 and len({record.get("entry") for record in found}) < enough:
+            begin = opened.seek(max(0, end - size))
+            block = opened.read(end - begin)
+            cut = block.find(b"\n") + 1 if begin else 0
+            if begin and not 0 < cut < len(block):  # a line that is longer
+                size *= 2
+                continue
+            starts = sorted({block.rfind(b"\n", cut, at) + 1 or cut for at in _places(block, needle) if at >= cut})
+            found[:0] = records_in(block[start : block.find(b"\n", start)] for start in starts)
+            end, size = begin + cut, BLOCK
+    return found
+
+
+def _places(block: bytes, needle: bytes) -> Iterator[int]:
+    at = block.find(needle)
     while at >= 0:
         yield at
-        end = data.find(b"\n", at)
-        at = data.find(needle, end) if end >= 0 else -1
+        end = block.find(b"\n", at)
+        at = block.find(needle, end) if end >= 0 else -1

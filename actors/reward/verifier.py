@@ -21,9 +21,11 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
+from actors.runtime.contained import contained, text_of
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.miles import reward_of
 from actors.runtime.priority import lower_to
+from bus.errors import printable
 
 Hook = Callable[[Any], Any]
 NICE = "MILES_ASYNC_HOOK_NICE"  # variable: how far back such a process stands; unset = as its parent
@@ -44,8 +46,8 @@ def main() -> None:
     asks, answers = _take_pipes()
     try:
         hook: Hook = reward_of(load_hook(hook_path), json.loads(os.environ.get(ARGS, "{}")))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing a hook may raise anything; it is told, not hidden
-        _send(answers, Ready(error=f"{type(error).__name__}: {_line(error)}"))
+    except BaseException as error:  # noqa: BLE001 - importing a hook may raise anything; it is told, not hidden
+        _send(answers, Ready(error=f"{type(error).__name__}: {text_of(error)}"))
         sys.exit(2)
     is_async = inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(type(hook).__call__)
     _send(answers, Ready(is_async=is_async))
@@ -107,7 +109,7 @@ def _score(hook: Hook, ask: Ask) -> Answer:
         if inspect.isawaitable(value):
             value = asyncio.run(awaited(value))
         return Answer(ask.number, plain(value))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - what a hook raises is its answer
+    except BaseException as error:  # noqa: BLE001 - what a hook raises is its answer
         return _raised(ask, error)
 
 
@@ -120,11 +122,12 @@ async def _serve_async(hook: Hook, asks: BinaryIO, answers: BinaryIO) -> None:
 
     async def one(ask: Ask) -> None:
         try:
-            answer = Answer(ask.number, plain(await hook(ask.sample)))
+            with contained():
+                answer = Answer(ask.number, plain(await hook(ask.sample)))
         except asyncio.CancelledError:
             _send(answers, Answer(ask.number, error="cancelled at its deadline"))
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - what a hook raises is its answer
+        except Exception as error:  # noqa: BLE001 - what a hook raises is its answer
             answer = _raised(ask, error)
         finally:
             running.pop(ask.number, None)
@@ -149,11 +152,7 @@ def _raised(ask: Ask, error: BaseException) -> Answer:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     trace = "".join(traceback.format_exception(error))[-4000:]
-    return Answer(ask.number, error=f"{type(error).__name__}: {_line(error)}{where}", trace=trace)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return Answer(ask.number, error=f"{type(error).__name__}: {text_of(error)}{where}", trace=printable(trace))
 
 
 if __name__ == "__main__":

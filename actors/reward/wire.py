@@ -9,6 +9,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from bus.errors import printable
+
 MAX_FRAME_BYTES = 256 << 20
 
 Scalar = float | str | None
@@ -74,7 +76,7 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
 def plain(value: object) -> Plain:
     """A hook's answer in terms that travel, of a group a list. Tables keep their keys; numpy and torch scalars become floats."""
     if isinstance(value, dict):
-        return {str(key): _scalar(part) for key, part in value.items()}
+        return {printable(str(key)): _scalar(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]  # type: ignore[misc]
     return _scalar(value)
@@ -84,7 +86,7 @@ def _scalar(value: object) -> Scalar:
     if value is None:
         return None
     if isinstance(value, str):
-        return value[:200]
+        return printable(value[:200])
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):

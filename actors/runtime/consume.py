@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from actors.runtime.contained import contained
 from actors.runtime.content import fault_of, lost_of
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
@@ -201,8 +202,9 @@ class Consumer:
         """An entry to its commit, or its burial."""
         message: Any = None
         try:
-            message = await self._message(entry)
-            commit = await handler(entry, message)
+            with contained():
+                message = await self._message(entry)
+                commit = await handler(entry, message)
         except STOPS:
             raise
         except Exception as error:  # noqa: BLE001 - unknown means poison; the dead letter keeps the traceback

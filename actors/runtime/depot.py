@@ -25,7 +25,7 @@ CONNECTIONS = 64
 PATIENCE_S = 5.0  # for bytes that are not here yet
 IDLE_S = 10.0  # for a peer that takes or says nothing
 LOOK_S = 0.005  # another process may write the file: only its size tells
-MOST = 8 << 20  # bytes of one call
+MOST = 1 << 20  # bytes of one call
 
 ID, NAME = r"[0-9a-f]{32}", r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}"
 _PATH = re.compile(f"/({ID})/({NAME})")
@@ -49,6 +49,10 @@ class Depot:
         self.url = f"http://{shown}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, name="depot", daemon=True).start()
 
+    def withdraw(self, parcel_id: str) -> None:
+        """Send no more of this one, which is deleted: a file that is open stays in memory."""
+        self._server.withdrawn.add(parcel_id)
+
     def close(self) -> None:
         """Listen no more; what is on its way ends with the process."""
         self._server.shutdown()
@@ -65,6 +69,7 @@ class _Server(ThreadingTCPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.find, self.bearer = find, bearer
+        self.withdrawn: set[str] = set()
         self.files = threading.BoundedSemaphore(AT_ONCE)
         self._room = threading.BoundedSemaphore(CONNECTIONS)
         super().__init__(address, _Handler)
@@ -108,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(404)
                 return
             with file:
-                self._send(file, int(asked[1]), int(asked[2]) + 1)
+                self._send(named[1], file, int(asked[1]), int(asked[2]) + 1)
         finally:
             self.server.files.release()
 
@@ -126,10 +131,10 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(LOOK_S)
         return None
 
-    def _send(self, file: BinaryIO, at: int, end: int) -> None:
+    def _send(self, version: str, file: BinaryIO, at: int, end: int) -> None:
         self._answer(206, end - at)
         until = time.monotonic() + PATIENCE_S
-        while at < end:
+        while at < end and version not in self.server.withdrawn:
             here = min(os.fstat(file.fileno()).st_size, end) - at
             if here > 0:
                 at += self.connection.sendfile(file, at, min(here, MOST))

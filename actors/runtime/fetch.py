@@ -4,6 +4,8 @@
     <folder>/<name>          complete
 
 Always true: what lies in either was checked against the parcel's checksums. One process of a host fetches, the others wait.
+A source that cannot be reached or does not have it is asked last from then on; when the last one named, the version's own host,
+has it no more, nobody will, and the fetch ends at once.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
@@ -41,16 +43,24 @@ class _Refused(Exception):
     """A source does not give it, or gives something else."""
 
 
+class _Gone(_Refused):
+    """The source answers that it does not have it."""
+
+
+class _Away(_Refused):
+    """The source is not reached, or says nothing."""
+
+
 class Damaged(MilesAsyncError):
     """The files are not those that were written."""
 
 
-def pack_parcel(folder: Path, written: str = "") -> Parcel:
+def pack_parcel(folder: Path, written: str = "", suffixes: Sequence[str] = SUFFIXES) -> Parcel:
     """Names, sizes and checksums of the files in a folder. Raises OSError; Damaged where the weights have not the checksum
     `written` (empty = any). Reads all of it."""
     if written and checksum_of_version(folder) != written:
         raise Damaged(f"weights in {folder} do not match their checksum")
-    paths = sorted(p for p in folder.iterdir() if p.suffix in SUFFIXES and not p.name.startswith(".") and p.is_file())
+    paths = sorted(p for p in folder.iterdir() if p.suffix in suffixes and not p.name.startswith(".") and p.is_file())
     total = sum(path.stat().st_size for path in paths)
     piece = min(max(total // PIECES, LEAST_PIECE), MOST_PIECE)
     files = tuple(_describe(path, piece) for path in paths)
@@ -94,8 +104,9 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 class Fetch:
     """One parcel into `folder`, which is private to us. `run` blocks: for a thread. `deadline_s`: longest time without a piece.
-    `came` hears the bytes of each piece; `pointless` is asked when no source has given any. BadMessage for a parcel that is none.
-    """
+    `came` hears the bytes of each piece; `pointless` is asked when no source has given any. `earlier`: folders of other versions,
+    whose small files, where they are the same, need not come again. `first`: what may make files otherwise, while others wait.
+    BadMessage for a parcel that is none."""
 
     def __init__(
         self,
@@ -107,11 +118,14 @@ class Fetch:
         deadline_s: float,
         came: Callable[[int], None],
         pointless: Callable[[], bool] = lambda: False,
+        earlier: Iterable[Path] = (),
+        first: Callable[[], None] = lambda: None,
     ) -> None:
         check_parcel(parcel)
-        self._parcel, self._folder, self._sources = parcel, folder, sources
+        self._parcel, self._folder, self._earlier = parcel, folder, tuple(earlier)
+        self._sources, self._origin = list(sources), sources[-1] if sources else ""
         self._token, self._deadline_s, self._came = token, deadline_s, came
-        self._pointless = pointless
+        self._pointless, self._first = pointless, first
         self._halt = threading.Event()
         self._connection: http.client.HTTPConnection | None = None
         self._why = "no source was named"
@@ -130,8 +144,13 @@ class Fetch:
         os.utime(self._folder)
         with (self._folder / ".lock").open("w") as lock:
             self._take_turn(lock)
-            for file in self._parcel.files:
-                self._bring(file)
+            self._first()
+            self.bring()
+
+    def bring(self) -> None:
+        """As `run`, for who has the turn."""
+        for file in self._parcel.files:
+            self._bring(file)
 
     def _take_turn(self, lock: IO[str]) -> None:
         """Another worker of this host may be fetching it; one that dies lets go, one that stands still is waited for until the
@@ -151,7 +170,7 @@ class Fetch:
 
     def _bring(self, file: ParcelFile) -> None:
         whole, part = self._folder / file.name, self._folder / f"{file.name}.part"
-        if whole.exists():
+        if whole.exists() or self._had(file, whole, part):
             return
         with part.open("ab", buffering=0) as out:
             size = min(out.tell(), file.n_bytes)
@@ -161,10 +180,24 @@ class Fetch:
             self._fill(file, out, size)
         part.rename(whole)
 
+    def _had(self, file: ParcelFile, whole: Path, part: Path) -> bool:
+        """Whether an earlier version's file of one piece is this one, as configurations and tokenizers are; it is then linked."""
+        if len(file.pieces) != DIGEST:
+            return False
+        for folder in self._earlier:
+            with contextlib.suppress(OSError):  # it may be taken away meanwhile
+                was = folder / file.name
+                if was.stat().st_size == file.n_bytes and _digest(was.read_bytes()) == file.pieces:
+                    whole.hardlink_to(was)
+                    part.unlink(missing_ok=True)  # a killed writer's; sources would wait for its rest
+                    return True
+        return False
+
     def _fill(self, file: ParcelFile, out: IO[bytes], have: int) -> None:
         until = time.monotonic() + self._deadline_s
         while have < file.n_bytes:
-            for source in self._sources:
+            said: dict[str, type[_Refused]] = {}
+            for source in list(self._sources):
                 try:
                     for piece in self._pieces(source, file, have):
                         _write_all(out, piece)
@@ -173,13 +206,18 @@ class Fetch:
                         until = time.monotonic() + self._deadline_s
                     break
                 except _Refused as error:
-                    self._why = f"{source}: {error}"
+                    self._why, said[source] = f"{source}: {error}", type(error)
+                if said.get(source) in (_Away, _Gone):  # it may have taken its time to say so
+                    self._sources.remove(source)
+                    self._sources.append(source)
                 if self._halt.is_set():
                     raise FetchFailed("given up")
             else:
-                if time.monotonic() > until or self._pointless():
+                gone = said.get(self._origin) is _Gone and {*said.values()} <= {_Gone, _Away}
+                if not self._pointless():
+                    self._halt.wait(PAUSE_S)
+                if gone or time.monotonic() > until or self._pointless():
                     raise FetchFailed(f"{file.name} stopped at {have} of {file.n_bytes} bytes: {self._why}")
-                self._halt.wait(PAUSE_S)
 
     def _pieces(self, source: str, file: ParcelFile, have: int) -> Iterator[memoryview]:
         """Checked pieces from `have` on, in one answer."""
@@ -192,6 +230,8 @@ class Fetch:
             asked = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={have}-{file.n_bytes - 1}"}
             connection.request("GET", f"/{self._parcel.id}/{file.name}", headers=asked)
             answer = connection.getresponse()
+            if answer.status == 404:
+                raise _Gone("it does not have it")
             if answer.status != 206:
                 raise _Refused(_WORDS.get(answer.status, f"it answers {answer.status}"))
             buffer = memoryview(bytearray(min(self._parcel.piece_bytes, file.n_bytes - have)))
@@ -204,7 +244,7 @@ class Fetch:
                 yield piece
                 have += len(piece)
         except (OSError, http.client.HTTPException) as error:
-            raise _Refused(str(error) or type(error).__name__) from error
+            raise _Away(str(error) or type(error).__name__) from error
         finally:
             self._connection = None
             connection.close()
@@ -218,7 +258,7 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-_WORDS = {401: "it refuses the run's token", 404: "it does not have it", 503: "it is busy"}
+_WORDS = {401: "it refuses the run's token", 503: "it is busy"}
 
 
 def _read_all(answer: http.client.HTTPResponse, into: memoryview) -> None:

@@ -30,15 +30,19 @@ def load_hook(path: str) -> Any:
             module_name, _, name = path.rpartition(".")
             module = importlib.import_module(module_name)
         hook = getattr(module, name)
-    except (ImportError, AttributeError, ValueError, OSError) as error:
+    except (ImportError, AttributeError, ValueError, OSError, SystemExit) as error:
         raise Refused(
-            f"hook {path!r} not loaded: {error}. Give package.module.function or file.py:function."
+            f"hook {path!r} not loaded: {_why(error)}. Give package.module.function or file.py:function."
         ) from error
     finally:
         sys.dont_write_bytecode = kept
     if not callable(hook):
         raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
     return hook
+
+
+def _why(error: BaseException) -> str:
+    return f"it calls sys.exit({error.code!r}) while it is loaded" if isinstance(error, SystemExit) else str(error)
 
 
 async def awaited(value: Any) -> Any:

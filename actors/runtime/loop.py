@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
+import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,12 +23,58 @@ def runner() -> asyncio.Runner:
 
 
 def run_loop(body: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, as asyncio.run does. Interrupted before it has begun, it leaves nothing that Python would warn of."""
+    """Run to the end, as asyncio.run does: Ctrl-C cancels the body and is raised when it has ended, a second one is raised at
+    once. Python's own runner listens from its first task on; one that came while that task was made left a task that nobody
+    ended. Here it is kept from before there is a loop."""
+    ours = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    interrupt = _Interrupt()
+    if ours:
+        signal.signal(signal.SIGINT, interrupt.come)
     try:
         with runner() as loop:
-            return loop.run(body)
+            result = loop.run(interrupt.over(body))
+        if interrupt.waits:
+            raise KeyboardInterrupt
+        return result
+    except asyncio.CancelledError:
+        if interrupt.count:
+            raise KeyboardInterrupt from None
+        raise
     finally:
-        body.close()
+        with suppress(RuntimeError):  # a second Ctrl-C may leave it in the middle of a wait
+            body.close()  # interrupted before its first step, it would be warned of
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Interrupt:
+    """Ctrl-C for one body."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.waits = False  # for the body to begin, or it came after its end
+        self._task: asyncio.Task[Any] | None = None
+
+    def come(self, *_: object) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+        if self._task is None:
+            self.waits = True
+        else:
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    async def over(self, body: Coroutine[Any, Any, T]) -> T:
+        """The body, cancelled by the first one."""
+        self._task = asyncio.current_task()
+        if self.waits:
+            raise asyncio.CancelledError
+        try:
+            return await body
+        finally:
+            self._task = None
 
 
 def collect_seldom() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -12,11 +13,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.runtime.chat import Chat
+from actors.runtime.context import Context
 from actors.runtime.rows import BadData, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
 from actors.runtime.sources import rows_function
 from actors.runtime.tools import SHIPPED
 from actors.runtime.vision import BadImage, Shown, Vision, place
+from actors.runtime.whole import called
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,11 +143,17 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
     if tools and not chat:
         raise refused("tool_key", "tools are shown by a chat template", "Set --apply-chat-template.")
     metadata = dict(metadata or {}) | ({"tools": tools} if tools else {})
+    label = "" if label is None else str(label)
+    for setting, what, part in (("input_key", "prompt", prompt), ("label_key", "label", label)):
+        try:
+            msgspec.msgpack.encode(part, enc_hook=str)
+        except (UnicodeEncodeError, RecursionError) as error:  # half of a surrogate pair is no text
+            raise refused(setting, f"the {what} KEY cannot be sent: {error}", "Mend the row, or leave it out.") from error
     try:
         msgspec.msgpack.encode(metadata)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise refused("metadata_key", f"the metadata KEY cannot be sent: {error}") from error
-    return Row(prompt, "" if label is None else str(label), metadata, tools, pictures)
+    return Row(prompt, label, metadata, tools, pictures)
 
 
 def _kind(value: object) -> str:
@@ -310,6 +319,18 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None) -> Pro
                 f"{spec.max_prompt_len}{seen}). Check --prompt-data and the limit."
             )
     return Prompts(prompts, too_long, parts, unseen)
+
+
+async def read_apart(context: Context, spec: DataSpec, values: Mapping[str, Any] | None = None) -> Prompts | None:
+    """`load_prompts` in a thread, so that the actor is heard of meanwhile, and says what it waits for. None: it is to end."""
+    reading = asyncio.wrap_future(called(load_prompts, (spec, values)))
+    ends = asyncio.ensure_future(context.draining.wait())
+    try:
+        with context.waiting(f"the prompts of {spec.path} to be read"):
+            await asyncio.wait((reading, ends), return_when=asyncio.FIRST_COMPLETED)
+        return reading.result() if reading.done() else None
+    finally:
+        ends.cancel()
 
 
 def _folder(path: str) -> str:

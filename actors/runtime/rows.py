@@ -98,7 +98,7 @@ def image_key(multimodal_keys: str | None) -> str:
     """The column of --multimodal-keys, empty for none. Raises ValueError, in one line, for what is not carried."""
     try:
         keys = json.loads(multimodal_keys or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         keys = None
     if not isinstance(keys, dict) or not all(isinstance(value, str) and value for value in keys.values()):
         raise ValueError("""not a JSON object of columns; write '{"image": "images"}'""")
@@ -187,8 +187,9 @@ def _lines_of(file: Path) -> Numbered:
             row = json.loads(line)
         except UnicodeDecodeError:
             raise BadData(f"{file}, line {number}, is not UTF-8 text", "Save the file as UTF-8.") from None
-        except ValueError:
-            raise BadData(f"{file}, line {number}, is not JSON", "Each line must be one JSON object.") from None
+        except (ValueError, RecursionError) as error:
+            why = "is nested too deeply" if isinstance(error, RecursionError) else "is not JSON"
+            raise BadData(f"{file}, line {number}, {why}", "Each line must be one JSON object.") from None
         if not isinstance(row, dict):
             raise BadData(f"{file}, line {number}, is not a JSON object", "Each line must be one.")
         yield number, row

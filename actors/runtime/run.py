@@ -3,9 +3,10 @@
 Shutdown, in order: 1 SIGTERM, SIGINT or a request on the bus sets `draining` (a second signal ends at once) · 2 the room finishes
 or parks what it holds, within drain_timeout_s · 3 heartbeat and knob follower stop · 4 last vitals · 5 connections close.
 
-Exit codes: 0 work done or drained · 2 refused at start (never restarted) · 65 the run ends with its cause (never
-restarted) · 70 crashed · 75 the bus went away (restart) · 76 the bus came back without this run (the launcher gives it the
-checkpoint's state and starts all of them again).
+Exit codes: 10 work done (not 0, which any `sys.exit()` of code that it runs would say) · 11 asked to end, and drained (restart,
+unless the run ends) · 2 refused at start (never restarted) · 65 the run ends with its cause (never restarted) · 70 crashed · 75 the
+bus went away (restart) · 76 the bus came back without this run (the launcher gives it the checkpoint's state and starts all of them
+again).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import os
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from actors.runtime.contained import contained
 from actors.runtime.context import STOP_WISH, ActorSpec, Context
 from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
@@ -33,7 +36,8 @@ from bus.errors import BusRefused, BusUnreachable, BusWentBack, MilesAsyncError,
 from bus.knobs.live import LiveKnobs
 
 R = TypeVar("R")
-EXIT_DONE, EXIT_REFUSED, EXIT_RUN_ENDS, EXIT_CRASHED, EXIT_BUS_GONE, EXIT_BUS_BACK = 0, 2, 65, 70, 75, 76
+EXIT_DONE, EXIT_DRAINED, EXIT_REFUSED, EXIT_RUN_ENDS = 10, 11, 2, 65
+EXIT_CRASHED, EXIT_BUS_GONE, EXIT_BUS_BACK = 70, 75, 76
 
 
 class Refused(MilesAsyncError):
@@ -49,7 +53,12 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
     except (IndexError, OSError, msgspec.MsgspecError) as error:
         print(f"actor spec refused: {error}. Actors are started by `miles-async train` or `worker`.", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
-    code = run_loop(run_actor(spec, room, body))
+    try:
+        code = run_loop(run_actor(spec, room, body))
+    except SystemExit as end:  # of a second signal, or of code that this process runs
+        last = traceback.extract_tb(end.__traceback__)[-1]
+        logging.getLogger(spec.name).error("sys.exit(%r) at %s:%s ended this process", end.code, last.filename, last.lineno)
+        sys.exit(EXIT_CRASHED)
     # For a launcher that adopted this process and cannot wait for it.
     try:
         Path(sys.argv[1]).with_suffix(".exit").write_text(f"{os.getpid()} {code}\n")
@@ -115,6 +124,7 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
     signals = 0
+    asked = False
 
     def on_signal() -> None:
         nonlocal signals
@@ -124,6 +134,8 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
         drain()
 
     def drain() -> None:
+        nonlocal asked
+        asked = True
         context.state = "draining"
         context.draining.set()
 
@@ -134,9 +146,11 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
         try:
             context.state = "running"
             lower_to(ACTOR_NICE)
-            await body(context, room)
+            with contained():
+                await body(context, room)
         finally:
             over.set()
+            context.news.set()
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -152,17 +166,19 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
         raise
     context.state = "stopped"
     await _last_words(context)
-    return EXIT_DONE
+    return EXIT_DRAINED if asked else EXIT_DONE
 
 
 async def _heartbeat(context: Context, over: asyncio.Event, drain: Callable[[], None]) -> None:
-    """Waits for the next beat or the end; woken by either. Each beat hears whether the whole run is to stop."""
+    """Waits for the next beat, for news that do not wait for it, or the end; woken by any. Each beat hears whether the whole run
+    is to stop."""
     while not over.is_set():
+        context.news.clear()
         await context.beat()
         if not context.draining.is_set() and await context.bus.state(STOP_WISH):
             drain()
         try:
-            await asyncio.wait_for(over.wait(), context.spec.heartbeat_s)
+            await asyncio.wait_for(context.news.wait(), context.spec.heartbeat_s)
         except TimeoutError:
             continue
 

@@ -79,6 +79,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyFacts
     evals: dict[str, EvalDone]
     knob_epoch: int
+    release: str = ""  # of who started the run last
 
     def of_role(self, role: str) -> list[ActorFacts]:
         """Actors of one role, by name."""
@@ -115,6 +116,7 @@ async def read_snapshot(bus: Bus) -> Snapshot:
         policy=policy_facts(policy, said, now),
         evals=newest_evals,
         knob_epoch=int((small.state.get("knob_epoch") or "-1").partition(":")[0]),
+        release=(identity or Identity()).release,
     )
 
 

@@ -20,7 +20,7 @@ import psutil
 from actors.runtime.context import Context
 from bus import Out
 from bus.errors import BusRefused
-from bus.messages.control import Event
+from bus.messages.control import USAGE, Event
 from bus.topology import EVENTS
 
 FIRST_S, PERIOD_S = 2.0, 10.0
@@ -31,7 +31,6 @@ GPU_QUERY = {
     "memory.used": ("memory_bytes", 2.0**20),
     "power.draw": ("power_w", 1.0),
 }
-EVENT = "system"
 REDIS = "Redis"
 
 
@@ -168,5 +167,5 @@ async def tell_usage(
 
 async def _tell(context: Context, source: str, values: Mapping[str, float]) -> None:
     data = {"source": source, "values": {name: float(f"{value:.4g}") for name, value in values.items()}}
-    event = Event(actor=context.name, kind=EVENT, text=source, wall=context.clock.wall(), data=data)
+    event = Event(actor=context.name, kind=USAGE, text=source, wall=context.clock.wall(), data=data)
     await context.bus.append([Out(EVENTS, event)], repeatable=True)

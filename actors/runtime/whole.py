@@ -1,4 +1,4 @@
-"""Calls of a user's function that sees many samples at once: in a thread, in its time, its failures with file and line."""
+"""Calls of a user's function that sees several samples at once: in a thread, in its time, its failures with file and line."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from actors.runtime.contained import as_exception, text_of
 from actors.runtime.context import Context
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.refusals import Row, RunEnds
@@ -35,20 +36,12 @@ class Whole:
 
     async def __call__(self, *args: Any) -> Any:
         """What it returned. Raises WholeFailed, and RunEnds after several in a row, or when it is late."""
-        done = called(self._hook, fitting(self._hook, args))
         try:
-            found = await asyncio.wait_for(asyncio.wrap_future(done), self._deadline_s)
-        except TimeoutError:
-            if not done.done() or done.cancelled():
-                late = f"{self._name} did not end within {self._deadline_s:g} s (--batch-hook-timeout-s)"
-                raise RunEnds(f"{late}. What is not done stays pending; the same command resumes.") from None
-            self._failed(done.exception())
+            return await in_time(self._name, self._deadline_s, self._hook, *fitting(self._hook, args))
+        except RunEnds:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a function of the user's raises
-            self._failed(error)
-        return found
-
-    def _failed(self, error: BaseException | None) -> None:
-        self.refused(said(error) if error is not None else "was late")
+            self.refused(said(error))
 
     def refused(self, why: str) -> None:
         """It raised, or what it returned cannot be used. Raises WholeFailed, or RunEnds."""
@@ -58,6 +51,19 @@ class Whole:
     def worked(self) -> None:
         """What it returned is of use."""
         self._row.worked()
+
+
+async def in_time(name: str, deadline_s: float, hook: Any, *args: Any) -> Any:
+    """What a plain function of the user's returns. Raises what it raises, and RunEnds with its `name` when it is late: no thread
+    can be ended, and the same call would be late again."""
+    done = called(hook, args)
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
+    except TimeoutError:
+        if done.done() and not done.cancelled():
+            raise  # its own
+        late = f"{name} did not end within {deadline_s:g} s (--batch-hook-timeout-s)"
+        raise RunEnds(f"{late}. What is not done stays pending; the same command resumes.") from None
 
 
 def fitting(hook: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -93,7 +99,7 @@ def _run(hook: Any, args: tuple[Any, ...], done: Future[Any], waits: bool = True
             found = asyncio.run(awaited(found))
     except BaseException as error:  # noqa: BLE001 - it is told where it is waited for
         if not done.cancelled():
-            done.set_exception(error)
+            done.set_exception(as_exception(error))
         return
     if not done.cancelled():
         done.set_result(found)
@@ -105,6 +111,6 @@ def said(error: BaseException, deadline_s: Any = None) -> str:
     frames = traceback.extract_tb(inner.__traceback__)
     own = [f for f in frames if not f.filename.startswith(NOT_THEIRS)] or frames
     where = f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
-    if isinstance(error, TimeoutError) and not str(error):
+    if isinstance(error, TimeoutError) and not text_of(error):
         return f"did not end within its deadline ({deadline_s} s){where}"
-    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
+    return f"raised {type(error).__name__}: {text_of(error)}{where}"

@@ -1,11 +1,14 @@
 """Sampler room: starts prompt groups while engines have room and the staleness bound leaves credits.
 
-Reads  verdicts, policy, active, knobs (logs)    Writes  prompts    Owns  the data set cursor (state field `sampler`)
+Reads  verdicts, policy, active, knobs (logs)    Writes  prompts    Owns  the place in the data (state `sampler`, `sampler.data`)
 One commit appends the samples of the new groups, lists the groups as open, counts them as issued and moves the cursor,
 guarded by the cursor's old value: killed anywhere, no prompt is skipped and none is issued twice.
 """
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
 
 import msgspec
 
@@ -13,7 +16,7 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
 from actors.runtime.pictures import Pictures
-from actors.runtime.prompts import DataSpec, Prompt, load_prompts
+from actors.runtime.prompts import DataSpec, Prompt, Prompts, read_apart
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.seeds import seed_for
 from actors.runtime.staleness import rule_of
@@ -23,6 +26,7 @@ from actors.sampler.progress import Progress, mask_of
 from bus import Commit, Entry, Guard, Out, Tail
 from bus.knobs.live import KnobValues
 from bus.messages.base import pack_ints
+from bus.messages.control import CREDITS, ENGINE_SLOTS
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import GroupsGivenUp
 from bus.messages.samples import Picture, SampleTask, Sampling
@@ -67,13 +71,13 @@ class Position(msgspec.Struct, frozen=True):
 class Sampler:
     """The room; `run` is its loop."""
 
-    def __init__(self, context: Context, spec: SamplerSpec) -> None:
+    def __init__(self, context: Context, spec: SamplerSpec, found: Prompts) -> None:
         self._context = context
         self._spec = spec
-        found = load_prompts(spec.data, {**context.knobs.values, "num_rollout": spec.num_rollout})
         self._prompts, self._too_long, self._unseen = found.prompts, found.too_long, found.unseen
         self._pictures = Pictures(context)
         self._order = Order(parts=found.parts, run_seed=context.spec.run_seed, shuffle=spec.shuffle)
+        self._data = f"{len(self._prompts)}:{_digest(self._prompts)}"
         self._row_of = {f"p{prompt.index}": row for row, prompt in enumerate(self._prompts)}
 
     async def run(self) -> None:
@@ -84,6 +88,7 @@ class Sampler:
         if self._unseen:
             text = f"{len(self._unseen)} prompts whose pictures cannot be shown, the first: {self._unseen[0]}"
             await context.event("prompts left out", text, level="warning")
+        await self._note_data()
         tail = Tail(context.bus, [VERDICTS, POLICY, ACTIVE])
         try:
             await self._rebuild(tail)
@@ -92,7 +97,7 @@ class Sampler:
                 if context.bus.link.server_restarts != self._restarts:
                     await self._rebuild(tail)
                 issued = 0 if self._progress.finished else await self._fill()
-                what = "credits: news of verdicts, policy or active" if not issued else "news"
+                what = "news" if issued else ENGINE_SLOTS if self._credits else CREDITS
                 with context.waiting(what):
                     news = await tail.read(LOOK_AGAIN_S if self._credits else 0.5)
                 now = context.clock.monotonic()
@@ -107,6 +112,17 @@ class Sampler:
         finally:
             await self._pictures.free()
             await tail.close()
+
+    async def _note_data(self) -> None:
+        """Say where the prompts are others than those that the run had: its place among them now means others."""
+        known = await self._context.bus.state("sampler.data")
+        if known == self._data:
+            return
+        if known:
+            has = f"{self._spec.data.path} has {len(self._prompts)} prompts, and not the {known.partition(':')[0]} that the run had"
+            text = f"{has}; it goes on at its place among them"
+            await self._context.event("prompts changed", text, level="warning")
+        await self._context.bus.commit(Commit(state={"sampler.data": self._data}))
 
     def _hear(self, entry: Entry, message: object) -> None:
         self._progress.fold(message)
@@ -325,6 +341,16 @@ class Sampler:
         return tasks
 
 
+def _digest(prompts: Iterable[Prompt]) -> str:
+    """Of texts and labels, in their order."""
+    found = hashlib.blake2b(digest_size=8)
+    for prompt in prompts:
+        found.update(f"{len(prompt.text)}:{prompt.text}{prompt.label}\0".encode())
+    return found.hexdigest()
+
+
 async def run(context: Context, spec: SamplerSpec) -> None:
     """The sampler's process."""
-    await Sampler(context, spec).run()
+    found = await read_apart(context, spec.data, {**context.knobs.values, "num_rollout": spec.num_rollout})
+    if found is not None:
+        await Sampler(context, spec, found).run()

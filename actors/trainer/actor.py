@@ -42,6 +42,7 @@ from actors.trainer.spec import TrainerSpec
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Out
+from bus.messages.control import STEP_BEGAN
 from bus.messages.policy import Finished, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import TRAINED
@@ -195,12 +196,15 @@ class Trainer:
             return None
         fault_point(self._context.name, "before_step")
         await self._courier.let_go()
+        self._context.counters[STEP_BEGAN] = self._context.clock.wall()  # it may not end: a function of the user's is part of it
         try:
             async with self._batches.ahead(tasks, step=step + 1):
                 result = await self._tuned.train(work, knobs.epoch)
         except BatchRefused as error:
             await self._refused.settle(batch, work, error)
             return None
+        finally:
+            del self._context.counters[STEP_BEGAN]
         self._refused.worked()
         self._step_knobs, self._step_epoch = self._tuned.used
         asked_for = set(result.flags.get("removed", ()))  # by a function of the user's, which are counted

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import msgspec
 
@@ -65,6 +65,17 @@ class Batches:
     ) -> Batch | None:
         """Waits for samples until a batch is complete; woken by the blocking read. None when draining. `check` runs before each
         look, `idle` before each wait."""
+        with ExitStack() as wait:
+            return await self._next(version, check, idle, wait)
+
+    async def _next(
+        self,
+        version: PolicyVersion,
+        check: Callable[[], Awaitable[None]],
+        idle: Callable[[], Awaitable[None]],
+        wait: ExitStack,
+    ) -> Batch | None:
+        """`wait` stays entered while it looks again after nothing came: it waits all along."""
         context, intake, step = self._context, self._intake, version.step
         began = came_at = context.clock.monotonic()
         self.turned_s, waits = 0.0, True
@@ -97,9 +108,11 @@ class Batches:
                     parts=parts,
                 )
             await idle()
-            with context.waiting(f"{made.missing} of step {step + 1} on groups"):
-                if await intake.fetch(READ, 0.5, step=step):
-                    came_at = context.clock.monotonic()
+            wait.close()
+            wait.enter_context(context.waiting(f"{made.missing} of step {step + 1} on groups"))
+            if await intake.fetch(READ, 0.5, step=step):
+                came_at = context.clock.monotonic()
+                wait.close()
         return None
 
     @asynccontextmanager

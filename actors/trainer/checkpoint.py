@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from bus import Bus, Commit
-from bus.errors import UNREADABLE, CheckpointRefused
+from bus.errors import UNREADABLE, CheckpointOfAnother, CheckpointRefused
 from bus.ledger import Accounts
 from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.versions import PolicyVersion
@@ -188,6 +188,11 @@ def consumed_before(save: Path, state: BusState) -> tuple[tuple[Consumed, ...], 
             break
         consumed, since = before.consumed + consumed, min(before.after, since - 1)
     return consumed, since
+
+
+def refusal(error: CheckpointRefused, save: Path, step: int | None) -> str:
+    """What is said of a checkpoint that was refused: where it is damaged, also which others may do."""
+    return str(error) if isinstance(error, CheckpointOfAnother) else f"{error} {others(save, step)}"
 
 
 def others(save: Path, damaged: int | None) -> str:

@@ -75,6 +75,10 @@ class Intake:
                 self._hold(Trained(step=0, entry=entry, consumed=settled))
                 self.ready[group.key] = Part.of(group, came=step, at=wall_of(entry.id), without=frozenset(settled.members))
                 self._entries[group.key] = entry
+                # The sampler issued them again: their credits are free now, not when the rest is trained, for which it may be they
+                # that are missing.
+                twice = tuple(f"{group.group_id}/{i}" for i in settled.members)
+                await bus.append([Out(POLICY, _known(group.group_id, twice))], repeatable=True)
                 continue
             if settled is not None or self._held(group.key) is not None:
                 await self._came_again(entry, group.key, settled)
@@ -118,8 +122,7 @@ class Intake:
             again = Trained(step=0, entry=entry, consumed=consumed)
             # The sampler may have issued it again from a cursor that fell back.
             samples = listed.sample_ids if listed else ()
-            known = GroupsGivenUp(groups=((entry.fields.get("group", key), ALREADY_TRAINED),), samples=samples)
-            append = (Out(POLICY, known),) if samples else ()
+            append = (Out(POLICY, _known(entry.fields.get("group", key), samples)),) if samples else ()
             accounts = booked([again]) if listed else {}
             await bus.commit(Commit(ack=(entry,), append=append, close_groups=(key,), ledger=accounts))
             self.reader.forget([entry])
@@ -284,3 +287,8 @@ def _is(group: GroupKept, opened: OpenGroup) -> bool:
     tasks = [s.rollout.task for s in group.samples]
     named = {task.group_id for task in tasks} | {group.group_id}
     return named == {opened.group_id} and {task.index for task in tasks} == set(opened.indexes)
+
+
+def _known(group_id: str, samples: tuple[str, ...]) -> GroupsGivenUp:
+    """That these came again and are inside a checkpoint."""
+    return GroupsGivenUp(groups=((group_id, ALREADY_TRAINED),), samples=samples)

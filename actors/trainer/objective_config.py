@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from actors.runtime.contained import text_of
 from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 
 Proximal = Literal["recompute", "current", "rollout", "interpolate"]
@@ -175,6 +176,11 @@ class HookError(ValueError):
         self.problem = " ".join(problem.split())[:400].rstrip(".")
         self.remedy = f"Its signature is {SIGNATURES[field]}; see docs/objective.md."
         super().__init__(f"{field} = {path!r}: {self.problem}. {self.remedy}")
+
+    @classmethod
+    def of(cls, error: BaseException, field: str, path: str | None, what: str = "") -> HookError:
+        """For a function that raised `error`, whatever that is; `what` names a part of the function."""
+        return cls(field, path, f"{what} raised {type(error).__name__}: {text_of(error)}".lstrip())
 
 
 def hooks_of(cfg: ObjectiveConfig) -> dict[str, str]:

@@ -1,10 +1,13 @@
 """The advantage estimators: one record each, which with the function that it names is all there is of an estimator.
 
-Importable without torch. Everything else asks the record: the objective which functions to call, the backend which models and
-log-probs to have, the settings which rules to hold it to.
+Importable without torch, and imports msgspec alone: settings read it too. Everything else asks the record: the objective which
+functions to call, the backend which models and log-probs to have, the settings which names there are and which rules to hold
+them to.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -19,6 +22,8 @@ class Estimator(msgspec.Struct, frozen=True, kw_only=True):
     """what is made of a group's rewards first; empty: nothing, rewards are taken raw. With one, a group's advantages cancel."""
     policy_loss: str = "ppo"
     """the loss that goes with it unless the settings name another"""
+    charges_kl: bool = False
+    """its advantage takes kl_coef times the KL to the reference off the reward"""
     whitens: bool = False
     """only defined with advantages whitened over the batch"""
     critic: bool = False
@@ -35,8 +40,16 @@ ESTIMATORS: dict[str, Estimator] = {
     "cispo": Estimator(baseline="standardised", policy_loss="cispo"),
     "rloo": Estimator(baseline="leave_one_out"),
     "maxrl": Estimator(baseline="over_mean", whole_groups=True),
-    "reinforce_plus_plus": Estimator(advantage="discounted", whitens=True),
-    "reinforce_plus_plus_baseline": Estimator(advantage="reward_minus_kl", baseline="centred", whitens=True),
-    "ppo": Estimator(advantage="gae", critic=True),
+    "reinforce_plus_plus": Estimator(advantage="discounted", charges_kl=True, whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(
+        advantage="reward_minus_kl", baseline="centred", charges_kl=True, whitens=True
+    ),
+    "ppo": Estimator(advantage="gae", charges_kl=True, critic=True),
     "on_policy_distillation": Estimator(advantage="distilled", teacher=True),
 }
+
+if TYPE_CHECKING:
+    EstimatorName = str
+else:
+    EstimatorName = Literal[tuple(ESTIMATORS)]
+"""Type of a setting that names one; a type checker cannot read it off the records."""

@@ -20,8 +20,8 @@ from actors.trainer.checkpoint import (
     is_older,
     iter_dir,
     newest_written,
-    others,
     read_bus_state,
+    refusal,
     resume_point,
 )
 from actors.trainer.intake import Intake
@@ -139,5 +139,5 @@ async def _loaded(
         with context.waiting(f"checkpoint {step} to load"):
             await in_thread(backend.load, iter_dir(parent, step), drops)
     except CheckpointRefused as error:
-        raise Refused(f"{error} {others(parent, step)}") from error
+        raise Refused(refusal(error, parent, step)) from error
     return parent, state

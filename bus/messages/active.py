@@ -38,7 +38,8 @@ class Send(Message, frozen=True, kw_only=True, tag="active.send"):
 
 class Activate(Message, frozen=True, kw_only=True, tag="active.order"):
     """Serve this version. publisher -> generation. `workers` empty = all. Transport network: fetch the `parcel` from the first
-    of `sources` that has it; a source without a host is on that of the bus."""
+    of `sources` that has it; a source without a host is on that of the bus. `delta`: files that make it of the parcel `base`, for
+    who has that (actors/runtime/delta.py)."""
 
     version: PolicyVersion
     manifest: WeightManifest
@@ -46,6 +47,8 @@ class Activate(Message, frozen=True, kw_only=True, tag="active.order"):
     workers: tuple[str, ...] = ()
     parcel: Parcel | None = None
     sources: tuple[str, ...] = ()
+    delta: Parcel | None = None
+    base: str = ""
 
     def header(self) -> Header:
         number = self.version.id

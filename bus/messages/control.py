@@ -13,6 +13,16 @@ BOOTING = "the engine to boot"
 """What a worker waits for while it can serve nothing: no deadline of an activation runs meanwhile."""
 UNLENT = "the trainer to lend its GPUs"
 """What a worker on the trainer's GPUs waits for (--lend-trainer-gpus): it serves nothing, gets no version, and nothing is wrong."""
+CREDITS = "credits: news of verdicts, policy or active"
+"""What the sampler waits for while the staleness bound or the batch admits no more groups; as long as a step takes, or longer."""
+ENGINE_SLOTS = "engine slots: news of verdicts, policy or active"
+"""What the sampler waits for while it may issue groups and no engine could begin one."""
+
+STEP_BEGAN = "step_began"
+"""Counter in a trainer's vitals while it trains: when the step began, by the clock of their `wall`."""
+
+USAGE = "system"
+"""Kind of the events that tell what a host or the Redis uses."""
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -76,6 +86,8 @@ class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
     depot: str = ""  # where a worker serves versions to other hosts
     received: int = 0  # bytes of versions that came from other hosts
     processes: str = ""  # of one name: they see each other's process ids
+    takes: int = -1  # version that a worker fetches from other hosts now
+    release: str = ""  # of miles_async; empty = it did not say
 
     def header(self) -> Header:
         return Header(id=self.actor, version=self.version, note=self.state)

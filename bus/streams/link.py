@@ -96,10 +96,19 @@ def translate(error: RedisError, shown: str) -> Exception:
             f"Redis at {shown} has fewer replicas than its min-replicas-to-write asks for and takes no writes. Start its "
             "replicas or lower that; nothing acknowledged is lost."
         )
+    if text.startswith("MISCONF"):
+        return BusFull(
+            f"Redis at {shown} cannot write what it is told to its disk ({text[:80]}). Free its disk; nothing acknowledged is lost."
+        )
     if refuses_writes(error):
         return BusFull(
             f"Redis at {shown} is read-only ({text[:80]}). Make it writable or point --bus-url to the primary; nothing "
             "acknowledged is lost."
+        )
+    if text.startswith("WRONGTYPE") or "-WRONGTYPE " in text:
+        return InvariantBroken(
+            f"Redis at {shown} holds something else under a key of this run ({text[:80]}). Another program writes there: remove "
+            "the key that is not the run's, or start the run under another --name."
         )
     return InvariantBroken(f"Redis at {shown} answered {text!r} to a command of ours")
 
@@ -279,8 +288,9 @@ class Link:
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
                 self._doubted = True
                 if self.clock.monotonic() >= until:
+                    why = str(error) or "it hangs"
                     raise BusUnreachable(
-                        f"Redis at {self.shown} did not answer for {allowed_s:.0f} s ({error or 'it hangs'}). Start it or correct "
+                        f"Redis at {self.shown} did not answer for {allowed_s:.0f} s ({why}). Start it or correct "
                         "--bus-url; unacknowledged work is still on the bus and goes on when it is back."
                     ) from error
                 # Jitter only: decides nothing. An attempt that nobody answered was a pause itself.

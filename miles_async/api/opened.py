@@ -64,6 +64,20 @@ class Run:
         return self._ref.run_dir or self._ask(_folder)
 
     @property
+    def running(self) -> bool:
+        """Whether any actor of it lives."""
+        from actors.runtime.snapshot import read_snapshot
+        from bus.errors import BusUnreachable
+
+        async def body(bus: Bus) -> bool:
+            return any(actor.life == "alive" for actor in (await read_snapshot(bus)).actors)
+
+        try:
+            return self._ask(body, look=False)
+        except BusUnreachable:
+            return False
+
+    @property
     def knobs(self) -> Knobs:
         """Its live settings."""
         return Knobs(self)

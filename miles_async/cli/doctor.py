@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Shared options, and the settings of a run that is still to be started."""
-    add_run_options(parser)
+    add_run_options(parser, positional=True)
     parser.add_argument(
         "--preflight", nargs=argparse.REMAINDER, metavar="CONFIG [FLAGS]",
         help="what this host has of what these settings need, as `train` takes them; last on the line",

@@ -11,7 +11,7 @@ from miles_async.cli.flags import WIDTH, default_text, usage
 from miles_async.settings.catalog import FieldSpec, catalog, names, passed_on
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.flat import Flat
-from miles_async.settings.miles import NOT_HERE, OF_OURS, fate
+from miles_async.settings.miles import NOT_HERE, fate
 
 MARGIN = 14
 
@@ -63,7 +63,7 @@ def _live(spec: FieldSpec) -> str:
 def _in_miles(spec: FieldSpec) -> str:
     aliases = ", ".join("--" + alias.replace("_", "-") for alias in spec.aliases)
     also = f"; also {aliases}" if aliases else ""
-    if spec.name in OF_OURS or spec.kind == "table":
+    if spec.ours or spec.kind == "table":
         return f"no such flag{also}"
     return fate(spec.flag).replace("`", "").replace("the same", "the same flag") + also
 

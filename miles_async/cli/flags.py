@@ -15,7 +15,7 @@ from miles_async.settings.catalog import FieldSpec, catalog, groups, names, pass
 from miles_async.settings.dump import toml_value
 from miles_async.settings.errors import GONE, Refusals, SettingsError, nearest
 from miles_async.settings.load import FlagValue
-from miles_async.settings.miles import NEEDLESS, NOT_HERE, fate, table, why_not
+from miles_async.settings.miles import NEEDLESS, NOT_HERE, SHORT, fate, table, why_not
 
 WIDTH, INDENT = 110, 42
 METAVARS = {"int": "INT", "float": "NUMBER", "str": "TEXT"}
@@ -100,6 +100,9 @@ class _Words(Iterator[str]):
 def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> FlagValue:
     assert isinstance(rest, _Words)
     flag, equals, inline = word.partition("=")
+    if word in SHORT:
+        name, value = SHORT[word]
+        return FlagValue(names()[name], (value,), flag)
     passed = passed_on(flag)
     if flag not in _flags() and passed is not None:
         words = (inline,) if equals else tuple(_all_words(rest))

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--by, --check and the shared options."""
     parser.add_argument("--by", choices=KINDS, default="reason", help="rows of the table (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="print only whether the accounts close, and what is wrong")
-    add_run_options(parser)
+    add_run_options(parser, positional=True)
     add_json_option(parser)
 
 

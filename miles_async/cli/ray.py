@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from miles_async.settings.catalog import catalog
 from miles_async.settings.errors import SettingsError
 
 PASSWORD, PASSWORD_FILE = "MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_BUS_PASSWORD_FILE"
+NO_AGENT, AGENT_S = "No available agent", 180.0  # what a head says until it can take a job, and how long that may take
 ENDED = {"SUCCEEDED": 0, "STOPPED": 130}
 
 
@@ -49,12 +51,25 @@ def run(args: argparse.Namespace) -> int:
     _check_flags(args.flags)
     client = connected(args.ray_address)
     known = {PASSWORD_FILE: os.environ[PASSWORD_FILE]} if os.environ.get(PASSWORD_FILE) else {}
-    try:
-        job = client.submit_job(entrypoint=entrypoint(args), runtime_env={"env_vars": known})
-    except RuntimeError as error:
-        raise SettingsError(f"the cluster refused the job: {' '.join(str(error).split())[:300]}") from None
+    job = submitted(client, entrypoint(args), known)
     print(f"job {job}; end it with miles-async stop, which drains it, not with ray job stop", flush=True)
     return 0 if args.no_wait else asyncio.run(_follow(client, job))
+
+
+def submitted(client: Any, words: str, variables: dict[str, str], within_s: float = AGENT_S) -> str:
+    """The id of a new job. A head that has just started takes none until its agent is there; SettingsError for other refusals,
+    and when that takes longer than `within_s`."""
+    end, told = time.monotonic() + within_s, False
+    while True:
+        try:
+            return str(client.submit_job(entrypoint=words, runtime_env={"env_vars": variables}))
+        except RuntimeError as error:
+            if NO_AGENT not in str(error) or time.monotonic() > end:
+                raise SettingsError(f"the cluster refused the job: {' '.join(str(error).split())[:300]}") from None
+        if not told:
+            print(f"the head takes no jobs yet; trying for {within_s:g} s, Ctrl-C ends it", flush=True)
+            told = True
+        time.sleep(0.5)
 
 
 def _check_flags(words: list[str]) -> None:

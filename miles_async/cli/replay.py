@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError("steps out of order", field="from", value=args.first, remedy="Give 1 <= --from <= --to.")
 
     from actors.trainer.backends import open_backend
-    from actors.trainer.record import replay
+    from actors.trainer.replay import replay
     from miles_async.launcher.plan import backend_config
     from miles_async.launcher.prepare import place_of
 

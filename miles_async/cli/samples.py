@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     order.add_argument("--worst", action="store_true", help="lowest reward first")
     order.add_argument("--best", action="store_true", help="highest reward first")
     parser.add_argument("--count", type=int, default=5, metavar="N", help="at most so many (default: %(default)s)")
-    add_run_options(parser)
+    add_run_options(parser, positional=True)
     add_json_option(parser)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Shared options only."""
-    add_run_options(parser)
+    add_run_options(parser, positional=True)
     add_json_option(parser)
 
 

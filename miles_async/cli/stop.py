@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long to wait for the end (default: %(default)g)",
     )
-    add_run_options(parser)
+    add_run_options(parser, positional=True)
 
 
 def run(args: argparse.Namespace) -> int:

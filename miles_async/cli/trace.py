@@ -5,6 +5,7 @@ After the run has ended it is told from the run's metrics.jsonl.
 """
 
 import argparse
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from miles_async.settings.runs import RunRef
 
 if TYPE_CHECKING:
     from miles_async.console.trace import Trace
+
+FOLLOWED_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when something is on record, 2 when nothing is."""
     ref = chosen_run(args)
-    found = _by_files(ref, args.sample_id) or _by_streams(ref, args.sample_id)
+    found = told_of(ref, args.sample_id)
     from miles_async.console.trace import known
 
     if args.as_json:
@@ -36,15 +39,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _by_files(ref: RunRef, sample_id: str) -> "Trace | None":
-    """Where the run's own Redis is gone and its files tell the end: what that kept has nothing to add."""
-    from miles_async.console.trace import trace_file
+def told_of(ref: RunRef, sample_id: str) -> "Trace":
+    """The sample's life: from files alone where they tell its end, else from the run's streams too."""
+    return _by_files(ref, sample_id) or _by_streams(ref, sample_id)
 
+
+def _by_files(ref: RunRef, sample_id: str) -> "Trace | None":
+    """Where they tell what became of it, or its end while the run's own Redis is gone: no stream has anything to add."""
+    from miles_async.console.trace import settled, trace_file
+
+    if ref.run_dir is None:
+        return None
+    if settled(ref.run_dir, sample_id, followed=_followed(ref.run_dir)):
+        return trace_file(ref.run_dir, sample_id)
     socket = Path(ref.bus_url.partition("?")[0].removeprefix("unix://"))
-    if ref.run_dir is None or not ref.bus_url.startswith("unix://") or socket.exists():
+    if not ref.bus_url.startswith("unix://") or socket.exists():
         return None
     told = trace_file(ref.run_dir, sample_id)
     return told if {"checkpoint", "dropped"} & {moment.what for moment in told.moments} else None
+
+
+def _followed(run_dir: Path) -> bool:
+    """Whether a recorder has written lately: at least what the host uses, every ten seconds."""
+    try:
+        return time.time() - (run_dir / "metrics.jsonl").stat().st_mtime < FOLLOWED_S
+    except OSError:
+        return False
 
 
 def _by_streams(ref: RunRef, sample_id: str) -> "Trace":

@@ -96,7 +96,8 @@ def parse_patch(words: list[str]) -> dict[str, object]:
         name, equals, value = word.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         if not equals or not name:
-            raise SettingsError(f"{word!r} is not name=value", remedy="Write for example lr=2e-6, without spaces.")
+            remedy = "Write for example lr=2e-6, without spaces; a run is named by --run."
+            raise SettingsError(f"{word!r} is not name=value", remedy=remedy)
         if name in patch:
             raise SettingsError(f"{name} is given twice", remedy="Keep one.")
         patch[name] = value.strip()

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     import gc
 
     from actors.runtime.loop import run_loop
-    from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE
+    from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE, EXIT_DONE, EXIT_DRAINED
     from bus.errors import BusUnreachable
     from miles_async.settings.errors import SettingsError
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         except (BusUnreachable, SettingsError):  # it is away, or came back empty and is not restored yet
             continue
         lost_at = time.monotonic()
-    return code
+    return 0 if code in (EXIT_DONE, EXIT_DRAINED) else code
 
 
 async def _join(args: argparse.Namespace) -> int:
@@ -96,7 +96,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     from actors.runtime.context import ActorSpec
     from bus import Bus, BusConfig
     from bus.errors import BusRefused, BusUnreachable
-    from bus.identity import read_identity
+    from bus.identity import are_alike, read_identity
     from bus.private import is_private
     from bus.topology import ROLES
     from miles_async.console.attach import run_named
@@ -109,7 +109,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
         raise BusUnreachable(
             f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`."
         )
-    if known.release and known.release.split(".")[:2] != __version__.split(".")[:2]:
+    if not are_alike(known.release, __version__):
         raise BusRefused(
             f"run {run_name!r} is of release {known.release}, this worker of {__version__}: they may mean different things by the "
             f"same message. Install miles_async {known.release} here."
@@ -147,6 +147,7 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
         run_seed=known.run_seed,
         heartbeat_s=known.heartbeat_s,
         drain_timeout_s=known.drain_timeout_s,
+        release=__version__,
         run_dir=known.run_dir if is_private(Path(known.run_dir)) else tempfile.mkdtemp(prefix="miles_async-"),
         room=room,
     )

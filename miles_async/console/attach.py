@@ -16,24 +16,21 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from redis.exceptions import RedisError
 
-from actors.recorder.feed import Feed
-from actors.recorder.file import stream_records
-from actors.runtime.snapshot import read_snapshot
 from bus import Bus, BusConfig
 from bus.client import without_secrets
 from bus.errors import BusRefused, BusUnreachable
-from bus.identity import Identity, read_identity, runs_on
-from bus.server import EmbeddedRedis
-from bus.server.checks import tls_failure
+from bus.identity import Identity, identity_at, read_identity, runs_on
 from bus.streams.link import LOGIN
-from miles_async.console.report_data import read_settings
 from miles_async.settings.errors import SettingsError, nearest
-from miles_async.settings.runs import RunRef
+from miles_async.settings.runs import RunRef, finished_run, read_settings
+
+if TYPE_CHECKING:  # who only asks a bus does without what follows a run, which takes as long to load as all else here
+    from actors.recorder.feed import Feed
 
 ANSWER_DEADLINE_S = 5.0
 LOOK_S = 1.0  # between two questions whether anybody of a run lives
@@ -57,7 +54,7 @@ async def attached(ref: RunRef, *, look: bool = False) -> AsyncIterator[Bus]:
     one that only looks, a run that has ended is shown as the append-only file of its own Redis has it (says so on stderr)."""
     async with AsyncExitStack() as stack:
         try:
-            run = await run_named(ref)
+            run, identity = await _asked(ref)
         except BusUnreachable:
             if (
                 not look
@@ -66,18 +63,20 @@ async def attached(ref: RunRef, *, look: bool = False) -> AsyncIterator[Bus]:
                 or not any((ref.run_dir / "redis").glob("appendonly*"))
             ):
                 raise
-            print(f"note: run {ref.run} is not running; this is a copy of what its Redis kept", file=sys.stderr)
+            state = "has finished" if finished_run(ref.run_dir) is not None else "is not running"
+            print(f"note: run {ref.run} {state}; this is a copy of what its Redis kept", file=sys.stderr)
             run, url = ref.run, await stack.enter_async_context(_kept(ref.run_dir))
             ref = replace(ref, bus_url=url)
+            identity = await identity_at(url, run)
         plain = BusConfig(url=ref.bus_url, run=run, deadline_s=ANSWER_DEADLINE_S, room_deadline_s=ANSWER_DEADLINE_S)
-        async with Bus(plain) as first:
-            config = _like_actors(plain, await read_identity(first) or Identity())
-        yield await stack.enter_async_context(Bus(config))
+        yield await stack.enter_async_context(Bus(_like_actors(plain, identity or Identity())))
 
 
 @asynccontextmanager
 async def _kept(run_dir: Path) -> AsyncIterator[str]:
     """Address of a private server on a copy of a run's data, which stays as it is; both are gone afterwards."""
+    from bus.server import EmbeddedRedis
+
     no_data = shutil.ignore_patterns("lock", "redis.*", "temp-*")
     with tempfile.TemporaryDirectory(prefix="miles-async-") as copy:
         await asyncio.to_thread(shutil.copytree, run_dir / "redis", Path(copy) / "redis", ignore=no_data)
@@ -106,13 +105,22 @@ def _like_actors(config: BusConfig, identity: Identity) -> BusConfig:
 
 async def run_named(ref: RunRef) -> str:
     """Name of the run on the bus: the one given, or the only one there."""
+    return (await _asked(ref))[0]
+
+
+async def _asked(ref: RunRef) -> tuple[str, Identity | None]:
+    """That name, and what the run says of itself there."""
     socket = ref.bus_url.partition("?")[0].removeprefix("unix://")
     socket = socket if socket.startswith("/") else socket.partition("@")[2]  # of a user
     if ref.bus_url.startswith("unix://") and not Path(socket).exists():
         raise BusUnreachable(_gone(ref, "its socket is not there"))
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
+            if ref.run is not None and ref.run_dir is not None:  # whatever else is there
+                return ref.run, await identity_at(ref.bus_url, ref.run)
             known = await runs_on(ref.bus_url)
+            name = ref.run or (known[0] if len(known) == 1 else "")
+            identity = await identity_at(ref.bus_url, name) if name else None
     except (OSError, TimeoutError) as error:
         raise BusUnreachable(_gone(ref, _why(error))) from error
     except RedisError as error:
@@ -122,7 +130,7 @@ async def run_named(ref: RunRef) -> str:
             f"bus at {without_secrets(ref.bus_url)} refuses us: {_why(error)}. Correct --bus-url; {LOGIN[0].lower()}{LOGIN[1:]}"
         ) from error
     if ref.run is not None:
-        if ref.run not in known and ref.run_dir is None:
+        if ref.run not in known:
             raise SettingsError(
                 f"no such run on the bus at {without_secrets(ref.bus_url)}",
                 field="--run",
@@ -130,9 +138,9 @@ async def run_named(ref: RunRef) -> str:
                 remedy=nearest(ref.run, known)
                 or (f"Runs there: {', '.join(known[:8])}." if known else "It holds none."),
             )
-        return ref.run
+        return ref.run, identity
     if len(known) == 1:
-        return known[0]
+        return known[0], identity
     where = without_secrets(ref.bus_url)
     if not known:
         raise SettingsError(f"no run on the bus at {where}", remedy="Start one with miles-async train.")
@@ -147,6 +155,8 @@ def _gone(ref: RunRef, why: str) -> str:
         return f"no bus at {where}: {why}. Start that Redis or correct --bus-url."
     report = ref.run_dir / "report.html"
     read = f" What it did is in {report if report.exists() else ref.run_dir}." if ref.run_dir.exists() else ""
+    if (done := finished_run(ref.run_dir)) is not None:
+        return f"run {ref.run} has finished, with step {done.finished}. A higher --num-rollout continues it.{read}"
     return (
         f"run {ref.run} is not running: no bus at {where} ({why}). The same miles-async train command resumes it, with what you "
         f"change in it.{read}"
@@ -159,6 +169,8 @@ def _why(error: BaseException) -> str:
         if isinstance(cause, TimeoutError):
             return f"no answer within {ANSWER_DEADLINE_S:g} s"
         if isinstance(cause, ssl.SSLError):
+            from bus.server.checks import tls_failure
+
             return tls_failure(cause)
         if isinstance(cause, FileNotFoundError):
             return "no such file (its socket, or one of its options for TLS)"
@@ -171,6 +183,9 @@ def _why(error: BaseException) -> str:
 
 async def open_here(bus: Bus, ref: RunRef) -> tuple[Path | None, Feed]:
     """The run's folder where this host has it, and a feed that goes on after what is on record there."""
+    from actors.recorder.feed import Feed
+    from actors.recorder.file import stream_records
+
     known = await read_identity(bus)
     folder = ref.run_dir or (Path(known.run_dir) if known is not None and known.run_dir else None)
     here = folder if folder is not None and folder.is_dir() else None
@@ -184,6 +199,8 @@ def total_steps(folder: Path | None) -> int:
 
 async def until_over(bus: Bus) -> None:
     """Waits until nobody of the run lives, or its bus is gone with it."""
+    from actors.runtime.snapshot import read_snapshot
+
     while True:
         try:
             actors = (await read_snapshot(bus)).actors

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from actors.runtime.snapshot import ActorFacts
-from bus.messages.control import UNLENT
+from bus.messages.control import CREDITS, ENGINE_SLOTS, UNLENT
 from bus.topology import STREAMS
 from miles_async.console.places import Incomplete
 from miles_async.console.scene import Scene
 from miles_async.console.text import duration, plural
+from miles_async.console.web.looks import doing
 
 # Waits that may last for ever without anything being wrong: the room has done its work and others have not.
-IDLE_WAITS = ("an entry", "requests", "news", "slots", "announcements", "a version to measure", "a free slot")
+IDLE_WAITS = (
+    *("an entry", "requests", "news", CREDITS, ENGINE_SLOTS, "announcements", "a version to measure", "a free slot"),
+)
+NEWEST, FEWEST, MANY = 200, 8, 0.5  # groups judged last, so many at least, and the share of drops that is worth a word
+LONG_S = 5.0  # a group that waits for its siblings is named after this
 TURN_WAIT = ("the trainer's turn", UNLENT)  # as long as a step takes or longer, where engines share the trainer's GPUs
 
 
@@ -54,8 +61,9 @@ def because(actor: ActorFacts, scene: Scene) -> str:
     announced = f"version {policy.announced} was announced {duration(policy.announced_age_s)} ago"
     match vitals.role:
         case "trainer" if " on groups" in vitals.waits_for:
-            late = scene.places.incomplete()
-            return f": {open_text(scene)}" + (f"; {incomplete_text(late[0], scene.now)}" if late else "")
+            late = [group for group in scene.places.incomplete() if scene.now - group.since >= LONG_S]
+            named = f"; {incomplete_text(late[0], scene.now)}" if late else ""
+            return f": {'; '.join(filter(None, (held_up(scene), drops_text(scene))))}. {open_text(scene)}{named}"
         case "sampler" if policy.active < 0:
             return ": no engine serves a version yet, groups issued now would be born stale"
         case "sampler":
@@ -71,6 +79,58 @@ def because(actor: ActorFacts, scene: Scene) -> str:
         case "publisher" if policy.announced >= 0:
             return f": {announced}"
     return ""
+
+
+def held_up(scene: Scene) -> str:
+    """Which room lets the trainer wait for groups, and why it does: `generation holds it up, all 8 slots of 2 workers are taken
+    and 4 samples wait for one`."""
+    stages, policy = scene.places.stages(), scene.snapshot.policy
+    count = {room: stages[room] for room in ("generation", "reward", "filter")}
+    workers = [a for a in scene.snapshot.of_role("generation") if a.life == "alive"]
+    waiting = {a.vitals.role: a.vitals.waits_for for a in scene.snapshot.actors if a.life == "alive"}
+    if not workers:
+        return "no generation worker is alive"
+    if policy.active < 0:
+        return "no engine serves a version yet"
+    if not any(count.values()):
+        return "no samples are on their way, " + (
+            f"the sampler waits for {waiting['sampler']}" if waiting.get("sampler") else "the sampler issues some"
+        )
+    room = max(count, key=lambda name: count[name])
+    if room == "reward":
+        return f"reward holds it up, {plural(len(scene.places.heads.get('rollouts', ())), 'sample')} wait for their score"
+    if room == "filter":
+        return f"the filter holds it up, {plural(count[room], 'scored group')} wait for its verdict"
+    slots, busy = sum(a.vitals.slots for a in workers), sum(a.vitals.in_flight for a in workers)
+    queued = sum((head.stream, head.id) not in scene.places.pending for head in scene.places.heads.get("prompts", ()))
+    most = (int(scene.knobs.get("max_weight_staleness", 0)) + 1) * int(scene.knobs.get("rollout_batch_size", 0))
+    doings = {doing(a) for a in workers}
+    if doings == {"taking a new version"}:
+        return f"the engines take version {policy.announced}"
+    if doings == {"booting"}:
+        return "the engines boot"
+    if slots and busy >= slots and queued:
+        return (
+            f"generation holds it up, all {slots} slots of {plural(len(workers), 'worker')} are taken and "
+            f"{plural(queued, 'sample')} wait for one"
+        )
+    if waiting.get("sampler") == CREDITS and busy < slots and not queued:
+        return (
+            f"the staleness bound holds prompts back, {sum(stages.values())} of at most {most} groups are open and "
+            f"{slots - busy} of {slots} slots are free"
+        )
+    taken = f"{busy} of {slots} slots make" if slots else f"{plural(len(workers), 'worker')} make"
+    return f"generation holds it up, {taken} the samples of {plural(count[room], 'group')}"
+
+
+def drops_text(scene: Scene) -> str:
+    """That the filter drops most groups, which then never reach the trainer; empty where it does not."""
+    notes = [head.fields.get("note", "") for head in scene.verdicts[-NEWEST:]]
+    reasons = Counter(note.removeprefix("dropped: ") for note in notes if note.startswith("dropped"))
+    if len(notes) < FEWEST or reasons.total() < MANY * len(notes):
+        return ""
+    share, mostly = reasons.total() / len(notes), reasons.most_common(1)[0][0]
+    return f"the filter dropped {share:.0%} of the newest {len(notes)} groups (mostly {mostly})"
 
 
 def open_text(scene: Scene) -> str:

@@ -1,11 +1,9 @@
 // Curves of one or several runs, events and what the hosts did, for the report's page: data, lines, charts, zoom.
 
-import { CHARTS, HUES, colour, line, yScale } from "./web/static/chartlist.js";
+import { CHARTS, DASHES, HUES, RUN_HUES, colour, line, yScale } from "./web/static/chartlist.js";
 import { byId, el, say } from "./web/static/dom.js";
 import { clockTime, count, duration, percent, short } from "./web/static/format.js";
 
-const RUN_HUES = ["blue", "orange", "green", "purple", "red", "grey"];
-const DASHES = [undefined, [6, 3], [2, 3], [8, 3, 2, 3]];
 const KINDS = { error: "red", warning: "orange", restart: "red", "dead letter": "purple", knob: "blue", checkpoint: "green" };
 export const X = { step: "training step", wall: "time since the start", samples: "samples trained" };
 const bytes = (n) => `${count(n)}B`;

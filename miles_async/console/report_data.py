@@ -7,7 +7,6 @@ the mean over neighbouring rows, and `low` and `high` hold the least and the mos
 
 from __future__ import annotations
 
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -26,6 +25,7 @@ from miles_async.console.figures import DROPPED, derived
 from miles_async.console.report_samples import samples_of
 from miles_async.console.text import knob_text
 from miles_async.console.whatif.observed import Spread
+from miles_async.settings.runs import read_settings
 
 STALENESS_KNOB = "max_weight_staleness"
 MOST_BYTES = 6_000_000  # of all tables of a page, about
@@ -65,15 +65,6 @@ def _system(run: Run, record: Record) -> None:
         run.system.setdefault(str(record["source"]), []).append(row)
     except (KeyError, TypeError, ValueError, AttributeError):
         run.history.left_out += 1
-
-
-def read_settings(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """settings.toml as tables; empty when it is not there."""
-    try:
-        found = tomllib.loads((run_dir / "settings.toml").read_text("utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
-        return {}
-    return {name: dict(table) for name, table in found.items() if isinstance(table, dict)}
 
 
 def data_of(run: Run, runs: int = 1) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from miles_async.console.server import ServerState, read_server
 from miles_async.governor.govern import Standing, read_standing
 
 NEWS_S, MOST_NEWS, MOST_DEAD = 600.0, 100, 50
+MOST_ACTIVATED = 8  # of many workers they would crowd out all others
 NEWS = frozenset(
     {"restart", "engine stalled", "engine boot failed", "engine boot refused", "weights refused", "transport failed", "activated",
      "checkpoint failed"}
@@ -38,8 +39,9 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """`verdicts`: newest verdict heads, oldest first. `knobs`: live values, may be empty. `now`: the server's time.
     `uncommitted`: samples that were trained since the last checkpoint; they hold no credit but stay open until the next.
     `first_step`: metrics of the run's first training step, empty where unknown. `news`: events of the kinds NEWS of the last
-    NEWS_S, oldest first, their `wall` the server's. `steps`: those that are still known, oldest first. `stopped`: silent actors of
-    this host whose processes are stopped. `dead`: the newest, oldest first; `rows`: data set rows of those that name one."""
+    NEWS_S, of activations the newest few, oldest first, their `wall` the server's. `steps`: those that are still known, oldest
+    first. `stopped`: silent actors of this host whose processes are stopped. `dead`: the newest, oldest first;
+    `rows`: data set rows of those that name one."""
 
     snapshot: Snapshot
     places: Places
@@ -152,7 +154,9 @@ class OfLate:
 async def _news(bus: Bus, now: float) -> list[Event]:
     heads = [h for h in await newest_heads(bus, EVENTS, 2000) if h.fields.get("note") in NEWS and now - h.wall < NEWS_S]
     found: list[Event] = []
-    for head in heads[-MOST_NEWS:]:
+    told = [h for h in heads if h.fields["note"] != "activated"][-MOST_NEWS:]
+    told += [h for h in heads if h.fields["note"] == "activated"][-MOST_ACTIVATED:]
+    for head in sorted(told, key=lambda h: h.wall):
         entries = await bus.scan(EVENTS, start=head.id, count=1)
         event = await readable(bus, entries[0]) if entries and entries[0].id == head.id else None
         if isinstance(event, Event):

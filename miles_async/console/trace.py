@@ -4,6 +4,7 @@ or its group are read. No bus is opened, so it starts fast; trace_live.py adds w
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,18 +13,21 @@ import msgspec
 
 from actors.recorder.file import FILE as METRICS
 from actors.recorder.trained import FILE as TRAINED_FILE
-from actors.recorder.trained import LIVES, lines_with
+from actors.recorder.trained import LIVES, lines_with, newest_with
 from actors.recorder.trained import OLDER as TRAINED_OLDER
 from bus.messages.groups import index_of
 from bus.messages.samples import Mark
 from bus.streams.hop import id_key
 from bus.topology import VERDICTS
-from miles_async.console.text import meaning, shorten
+from miles_async.console.text import meaning, plural, shorten
 from miles_async.settings.errors import SettingsError
+from miles_async.settings.runs import read_settings
 
 if TYPE_CHECKING:  # as in actors/recorder/file.py
     from actors.recorder.records import Record
 
+OF_STEPS = ("restored", "checkpoint")  # kinds that say what became of steps
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # a line that is not as this release writes it
 _NAME = re.compile(r"([A-Za-z0-9_.-]{1,200})(?:/[0-9]{1,9})?")
 
 
@@ -75,10 +79,8 @@ def size_of(run_dir: Path, group: str, records: list[Record], sample_id: str) ->
     """Samples of the group that this sample is said to be of, as far as the run's files tell; see Trace.n_samples."""
     if index_of(sample_id) < 0 or any(r.get("sample") == sample_id for r in records):
         return 0
-    from miles_async.console.report_data import read_settings  # rarely needed, and slow to load
-
-    exact = [int(r["samples"]) for r in records if r["kind"] == "drop" and r["group"] == group and r.get("samples")]
-    lives = [index_of(r["sample"]) + 1 for r in recorded(run_dir, group, group) if r["kind"] in LIVES]
+    exact = [r["samples"] for r in records if r["kind"] == "drop" and r.get("group") == group and isinstance(r.get("samples"), int)]
+    lives = [index_of(str(r.get("sample"))) + 1 for r in lives_of(run_dir, group, group, []) if r["kind"] in LIVES]
     asked = read_settings(run_dir).get("rollout", {}).get("n_samples_per_prompt", 0) if group.startswith("g") else 0
     return max(exact, default=0) or max([*lives, int(asked)])
 
@@ -86,26 +88,61 @@ def size_of(run_dir: Path, group: str, records: list[Record], sample_id: str) ->
 def trace_file(run_dir: Path, sample_id: str) -> Trace:
     """Follow one sample in what the run left behind."""
     group = group_of(sample_id)
-    records = recorded(run_dir, group, sample_id)
+    lines = of_group(run_dir, group)
+    records = [*lines, *lives_of(run_dir, group, sample_id, moments_of(lines, sample_id, group))]
     moments = moments_of(records, sample_id, group)
+    kinds = {moment.what for moment in moments}
+    unsaved = "; no checkpoint on record holds it" if "trained" in kinds and "checkpoint" not in kinds else ""
     return Trace(
         sample=sample_id,
         group=group,
         found=bool(moments),
-        state=ended_state(moments),
+        state=ended_state(moments) + unsaved,
         n_samples=size_of(run_dir, group, records, sample_id) if moments else 0,
         moments=tuple(sorted(moments, key=lambda m: m.wall)),
     )
 
 
-def recorded(run_dir: Path, group: str, sample_id: str) -> list[Record]:
-    """Lines that name the sample or its group, and those that say what became of steps."""
+def settled(run_dir: Path, sample_id: str, *, followed: bool) -> bool:
+    """Whether the files tell all that became of it: its step is in a checkpoint, or the filter dropped it and no trainer was
+    restored since; `followed`: somebody writes them on, so it may be in no checkpoint yet. Of a group, whose members may end one by
+    one, they never do."""
+    lines = of_group(run_dir, group := group_of(sample_id))
+    moments = moments_of(lines, sample_id, group)
+    kinds = {moment.what for moment in moments}
+    if index_of(sample_id) < 0 or "damaged" in kinds:
+        return False
+    restored = max((float(line["wall"]) for line in lines if line["kind"] == "restored"), default=0.0)
+    if "checkpoint" in kinds or ("trained" in kinds and followed):
+        return True
+    return any(m.what == "dropped" and m.data["by"] == "filter" and m.wall > restored for m in moments)
+
+
+def of_group(run_dir: Path, group: str) -> list[Record]:
+    """Lines that name the group or one of its samples, and those that say what became of steps."""
     kinds = (b'"kind":"restored"', b'"kind":"checkpoint"')
+    return [line for line in lines_with(run_dir / METRICS, (group.encode(), *kinds)) if "wall" in line]
+
+
+def lives_of(run_dir: Path, group: str, sample_id: str, known: list[Moment]) -> list[Record]:
+    """What is on record of how the sample was made, or each of the group. `known`: what of_group's lines say; a sample has as many
+    lives there as ends."""
+    ends = sum(moment.what in ("trained", "lost step", "dropped") for moment in known)
     life = f'"sample":"{sample_id}' + ('"' if sample_id != group else "/")
-    lines = list(lines_with(run_dir / METRICS, (group.encode(), *kinds)))
-    for name in (TRAINED_OLDER, TRAINED_FILE):
-        lines += lines_with(run_dir / name, (life.encode(),))
-    return [line for line in lines if "wall" in line]
+    found: list[Record] = []
+    for name in (TRAINED_FILE, TRAINED_OLDER):
+        left = ends - len({line.get("entry") for line in found}) if ends and sample_id != group else math.inf
+        found[:0] = newest_with(run_dir / name, life.encode(), left) if left > 0 else []
+    return [line for line in found if "wall" in line]
+
+
+def names(text: str, sample_id: str, group: str) -> bool:
+    """Whether a text names the sample or its group as a whole word."""
+    return re.search(rf"(?<![\w/.-])(?:{re.escape(sample_id)}|{re.escape(group)})(?![\w/])", text) is not None
+
+
+def event_text(actor: str, kind: str, text: str) -> str:
+    return f"{actor}: {kind}: {shorten(text, 200)}"
 
 
 def told(mark: Mark) -> str:
@@ -114,47 +151,84 @@ def told(mark: Mark) -> str:
 
 
 def moments_of(records: list[Record], sample_id: str, group: str) -> list[Moment]:
-    """What lines say about this sample or its group; each entry once, steps of a lost future marked."""
-    by_entry: dict[tuple[str, str], Record] = {}
-    for record in records:
-        about = record["kind"] + str(record.get("sample" if record["kind"] in LIVES else "group", ""))
-        by_entry.setdefault((str(record.get("entry")), about), record)
-    ordered = sorted(by_entry.values(), key=lambda r: id_key(str(r.get("entry", "@0")).partition("@")[2] or "0"))
+    """What lines say about this sample or its group; each entry once, steps of a lost future marked; and how many lines cannot
+    be read."""
+    ordered, damaged = _ordered(records)
     restores = [(i, int(r["step"])) for i, r in enumerate(ordered) if r["kind"] == "restored"]
     saves = [(i, record) for i, record in enumerate(ordered) if record["kind"] == "checkpoint"]
     found: list[Moment] = []
     for i, record in enumerate(ordered):
-        wall = float(record["wall"])
-        match record["kind"]:
-            case "step" if group in record["groups"] and _concerns(record.get("members", {}).get(group), sample_id):
-                saved = next((s for at, s in saves if at > i and s["step"] >= record["step"]), None)
-                lost = any(at > i and step < record["step"] for at, step in restores)
-                text = f"trained in step {record['step']}, policy version {record['version']}, knob epoch {record['knob_epoch']}"
-                text += "; that step was lost with the trainer and done again" if lost else ""
-                data = {"step": record["step"], "version": record["version"], "lost": lost}
-                found.append(Moment(wall, "lost step" if lost else "trained", text, data))
-                if saved is not None and not lost:
-                    found.append(
-                        Moment(float(saved["wall"]), "checkpoint", f"in the checkpoint of step {saved['step']}: final")
-                    )
-            case "trained" | "dropped" if sample_id in (record["sample"], record["sample"].rpartition("/")[0]):
-                found += _life(record, name=record["sample"] if sample_id == group else "")
-            case "drop" if record["group"] == group and _concerns(record.get("members"), sample_id):
-                again = ", its prompt is issued again" if record.get("reissued") else ""
-                who = "filter" if str(record.get("entry")).startswith(VERDICTS.name) else "trainer"
-                text = f"group dropped by the {who}: {record['reason']}{again}"
-                text += f" ({words})" if (words := meaning(str(record["reason"]))) else ""
-                found.append(Moment(wall, "dropped", text, {"reason": record["reason"]}))
-            case "sample" if record["sample"] == sample_id:
-                text = (
-                    f"reward {record['reward']:g} (label {record['label']}) for\n{record['prompt']}{record['response']}"
-                )
-                found.append(Moment(wall, "text", text, {"prompt": record["prompt"], "response": record["response"]}))
-            case "dead" if sample_id in (record["sample"], record["group"]) or record["group"] == group:
-                who = "" if record["sample"] == sample_id else f"{record['sample'] or record['group']} "
-                text = f"{who}became a dead letter on {record['stream']}: "
-                found.append(Moment(wall, "dead", text + shorten(record["error"], 300), {"stream": record["stream"]}))
+        try:
+            if record["kind"] == "step":
+                found += _step(i, record, restores, saves, sample_id, group)
+            else:
+                found += _moments(record, sample_id, group)
+        except DAMAGED:
+            damaged += 1
+    if damaged and found:
+        left = "is left out" if damaged == 1 else "are left out"
+        text = f"{plural(damaged, 'line')} of the record that may be about it cannot be read and {left}"
+        found.append(Moment(0.0, "damaged", text))
     return found
+
+
+def _ordered(records: list[Record]) -> tuple[list[Record], int]:
+    """One line of each entry and what it is about, in the order of the entries; and how many lines tell no place in it."""
+    by_entry: dict[tuple[str, str], Record] = {}
+    keys: dict[int, tuple[int, int]] = {}
+    damaged = 0
+    for record in records:
+        about = record["kind"] + str(record.get("sample" if record["kind"] in LIVES else "group", ""))
+        try:
+            keys[id(record)] = id_key(str(record.get("entry", "@0")).partition("@")[2] or "0")
+            if not math.isfinite(float(record["wall"])) or (record["kind"] in OF_STEPS and int(record["step"]) < 0):
+                raise ValueError(record)
+        except DAMAGED:
+            damaged += 1
+        else:
+            by_entry.setdefault((str(record.get("entry")), about), record)
+    return sorted(by_entry.values(), key=lambda r: keys[id(r)]), damaged
+
+
+def _step(
+    i: int, record: Record, restores: list[tuple[int, int]], saves: list[tuple[int, Record]], sample_id: str, group: str
+) -> list[Moment]:
+    """Of the `i`-th line, a training step: with the first checkpoint behind it that holds it."""
+    if group not in record["groups"] or not _concerns(record.get("members", {}).get(group), sample_id):
+        return []
+    saved = next((s for at, s in saves if at > i and s["step"] >= record["step"]), None)
+    lost = any(at > i and step < record["step"] for at, step in restores)
+    text = f"trained in step {record['step']}, policy version {record['version']}, knob epoch {record['knob_epoch']}"
+    text += "; that step was lost with the trainer and done again" if lost else ""
+    data = {"step": record["step"], "version": record["version"], "lost": lost}
+    found = [Moment(float(record["wall"]), "lost step" if lost else "trained", text, data)]
+    if saved is not None and not lost:
+        found.append(Moment(float(saved["wall"]), "checkpoint", f"in the checkpoint of step {saved['step']}: final"))
+    return found
+
+
+def _moments(record: Record, sample_id: str, group: str) -> list[Moment]:
+    """Of a line that stands for itself."""
+    wall = float(record["wall"])
+    match record["kind"]:
+        case "trained" | "dropped" if sample_id in (record["sample"], record["sample"].rpartition("/")[0]):
+            return _life(record, name=record["sample"] if sample_id == group else "")
+        case "drop" if record["group"] == group and _concerns(record.get("members"), sample_id):
+            again = ", its prompt is issued again" if record.get("reissued") else ""
+            who = "filter" if str(record.get("entry")).startswith(VERDICTS.name) else "trainer"
+            text = f"group dropped by the {who}: {record['reason']}{again}"
+            text += f" ({words})" if (words := meaning(str(record["reason"]))) else ""
+            return [Moment(wall, "dropped", text, {"reason": record["reason"], "by": who})]
+        case "sample" if record["sample"] == sample_id:
+            text = f"reward {record['reward']:g} (label {record['label']}) for\n{record['prompt']}{record['response']}"
+            return [Moment(wall, "text", text, {"prompt": record["prompt"], "response": record["response"]})]
+        case "fault" if names(str(record["text"]), sample_id, group):
+            return [Moment(wall, "event", event_text(record["actor"], record["event"], str(record["text"])))]
+        case "dead" if sample_id in (record["sample"], record["group"]) or record["group"] == group:
+            who = "" if record["sample"] == sample_id else f"{record['sample'] or record['group']} "
+            text = f"{who}became a dead letter on {record['stream']}: "
+            return [Moment(wall, "dead", text + shorten(record["error"], 300), {"stream": record["stream"]})]
+    return []
 
 
 def _life(record: Record, *, name: str) -> list[Moment]:

@@ -5,28 +5,44 @@ entries were trimmed). Of logs only what names the sample or its group is read, 
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from actors.recorder.file import FILE as METRICS
+from actors.recorder.file import newest_entries
 from actors.recorder.records import Record, records_of
-from actors.runtime.prompts import Tokenizer
-from bus import BY_NAME, Bus
+from actors.recorder.trained import FILE as TRAINED_FILE
+from bus import BY_NAME, Bus, Entry, Stream
 from bus.errors import BadMessage
 from bus.identity import read_identity
-from bus.inspect import all_heads, entries_with
+from bus.inspect import entries_with, wall_of
 from bus.messages.control import Event
-from bus.messages.groups import OpenGroup
+from bus.messages.groups import GroupVerdict, OpenGroup
 from bus.messages.samples import Mark
-from bus.topology import DEAD, EVENTS, GROUPS, POLICY, TRAINED, VERDICTS
+from bus.streams.hop import id_key
+from bus.topology import DEAD, EVENTS, GROUPS, POLICY, PROMPTS, TRAINED, VERDICTS
 from miles_async.console.places import DOING, Place, Places, read_places
 from miles_async.console.show import plain
-from miles_async.console.text import shorten
-from miles_async.console.trace import Moment, Trace, ended_state, group_of, moments_of, recorded, size_of, told
+from miles_async.console.trace import (
+    Moment,
+    Trace,
+    ended_state,
+    event_text,
+    group_of,
+    lives_of,
+    moments_of,
+    names,
+    of_group,
+    size_of,
+    told,
+)
 
 OF_STEPS = ("policy.restored", "policy.checkpointed")
+LOGS: tuple[tuple[Stream, tuple[str, ...]], ...] = ((POLICY, OF_STEPS), (VERDICTS, ()), (DEAD, ()), (TRAINED, ()), (EVENTS, ()))
+ALL_LOGS = tuple(stream.name for stream, _ in LOGS)
+WHOLE_ON_FILE = (POLICY.name, DEAD.name, TRAINED.name)  # of the others the recorder leaves out what a trace tells
 
 
 async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
@@ -36,9 +52,16 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
     opened = places.opened(sample_id)
     place = _find(places, sample_id, group)
     task = await _task(bus, place, sample_id) if place is not None else {}
-    seen = await asyncio.to_thread(recorded, run_dir, group, sample_id) if run_dir is not None else []
-    records = [*seen, *await _records(bus, group, sample_id)]
-    moments = moments_of(records, sample_id, group)
+    on_file = await asyncio.to_thread(_on_file, run_dir) if run_dir is not None else {}  # first: the file grows
+    seen = await asyncio.to_thread(of_group, run_dir, group) if run_dir is not None else []
+    if run_dir is not None and (place is None or place.head.stream == GROUPS.name):  # else it is not judged yet
+        seen += await asyncio.to_thread(lives_of, run_dir, group, sample_id, moments_of(seen, sample_id, group))
+    # Nothing was said of a sample before there was one.
+    since = _issued(place, task, moments_of(seen, sample_id, group)) if sample_id != group else "0"
+    entries = await _entries(bus, group, {name: max(since, on_file.get(name, "0"), key=id_key) for name in ALL_LOGS})
+    news, notes = await _told(bus, entries, sample_id, group)
+    records = [*seen, *news]
+    moments = [*moments_of(records, sample_id, group), *notes]
     n_samples = 0
     if place is None and (whole := opened or places.opened(group)) is not None:
         n_samples = whole.n_samples
@@ -46,8 +69,6 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
         n_samples = size_of(run_dir, group, records, sample_id)
     if not any(moment.what == "made" for moment in moments):
         moments += [Moment(m.wall, m.what, told(m)) for m in _marks(task)]
-    moments += await _events(bus, sample_id, group)
-    moments += await _kept(bus, group)
     saved = len(await bus.load_prefix(sample_id))
     if opened is not None:
         text = f"group issued at step {opened.step}, prompt {opened.prompt_id} (row {opened.source_index}, "
@@ -107,44 +128,59 @@ async def _with_text(bus: Bus, value: dict[str, Any]) -> dict[str, Any]:
     directory = Path(str(known.worker.get("model_path", "")) if known is not None else "")
     if not tokens or not (directory / "tokenizer.json").exists():
         return value
+    from actors.runtime.prompts import Tokenizer  # takes long to load
+
     return value | {"text": await asyncio.to_thread(lambda: Tokenizer(str(directory)).decode(tokens))}
 
 
-async def _records(bus: Bus, group: str, sample_id: str) -> list[Record]:
-    """Lines that the recorder would write, for entries that name this sample or group."""
-    found: list[Record] = []
-    for stream, types in ((POLICY, OF_STEPS), (VERDICTS, ()), (DEAD, ()), (TRAINED, ())):
-        for entry in await entries_with(bus, stream, group, types):
-            try:
-                message = await bus.message(entry)
-            except BadMessage:
-                continue
-            found += records_of(entry, message)
-    return found
+def _on_file(run_dir: Path) -> dict[str, str]:
+    """By stream, the newest entry that is on file with all before it: those need not be asked of the bus."""
+    found = newest_entries(run_dir / METRICS) | newest_entries(run_dir / TRAINED_FILE)
+    return {name: at for name, at in found.items() if name in WHOLE_ON_FILE}
 
 
-async def _kept(bus: Bus, group: str) -> list[Moment]:
-    found: list[Moment] = []
-    for head in await all_heads(bus, VERDICTS):
-        if head.group == group and head.fields.get("note") == "kept":
-            found.append(
-                Moment(head.wall, "kept", f"group kept by the filter, {head.fields.get('tokens', '?')} tokens")
-            )
-    return found
+def _issued(place: Place | None, task: dict[str, Any], seen: list[Moment]) -> str:
+    """An id that all entries about the sample come after: that of its first one on the bus; "0" = not known, as of a dead letter
+    that was tried again."""
+    if any(moment.what == "dead" for moment in seen):
+        return "0"
+    walls = [mark.wall for mark in _marks(task) if mark.what == "issued"]
+    walls += [m.wall for m in seen if m.what == "issued" and m.wall]
+    if place is not None and place.head.stream == PROMPTS.name:
+        walls.append(place.head.wall)
+    return f"{int(1000 * min(walls)) - 1}-0" if walls else "0"
 
 
-async def _events(bus: Bus, sample_id: str, group: str) -> list[Moment]:
-    """Notes of actors that name the sample or its group as a whole word."""
-    word = re.compile(rf"(?<![\w/.-])(?:{re.escape(sample_id)}|{re.escape(group)})(?![\w/])")
-    found: list[Moment] = []
-    for entry in await entries_with(bus, EVENTS, group):
+async def _entries(bus: Bus, group: str, after: dict[str, str]) -> list[Entry]:
+    """Of the logs, what names the group, and what says what became of steps; by stream, behind an id."""
+    found = await asyncio.gather(*(entries_with(bus, s, group, types, after=after[s.name]) for s, types in LOGS))
+    return [entry for entries in found for entry in entries]
+
+
+async def _told(bus: Bus, entries: list[Entry], sample_id: str, group: str) -> tuple[list[Record], list[Moment]]:
+    """Lines that the recorder writes of them, and what it does not: that the group was kept, and mere notes of actors that name
+    the sample or its group."""
+    records: list[Record] = []
+    notes: list[Moment] = []
+    for entry in entries:
         try:
-            event = await bus.message(entry)
+            message = await bus.message(entry)
         except BadMessage:
             continue
-        if isinstance(event, Event) and (word.search(event.text) or word.search(str(event.data))):
-            found.append(Moment(event.wall, "event", f"{event.actor}: {event.kind}: {shorten(event.text, 200)}"))
-    return found
+        match message:
+            case Event(kind="sample"):  # a text that was kept, which `samples` shows
+                continue
+            case Event():
+                if message.level != "info" and names(message.text, sample_id, group):
+                    records += records_of(entry, message)
+                elif names(f"{message.text} {message.data}", sample_id, group):
+                    notes.append(Moment(message.wall, "event", event_text(message.actor, message.kind, message.text)))
+            case GroupVerdict(kept=True):
+                if message.group_id == group:
+                    notes.append(Moment(wall_of(entry.id), "kept", f"group kept by the filter, {message.tokens} tokens"))
+            case _:
+                records += records_of(entry, message)
+    return records, notes
 
 
 def _state(place: Place | None, opened: OpenGroup | None, moments: list[Moment], now: float) -> str:

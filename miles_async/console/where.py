@@ -69,7 +69,8 @@ class Where:
             raise  # it is a ValueError too
         except SyntaxError as error:
             hint = "Write == to compare." if _ASSIGNS.search(text) else None
-            raise self._refused(f"cannot be read at character {error.offset or 1}", hint) from None
+            where = f"cannot be read at character {error.offset}" if error.offset else "ends too early"
+            raise self._refused(where, hint) from None
         except (ValueError, RecursionError, MemoryError) as error:
             raise self._refused(str(error) or "nested too deep") from None
 
@@ -91,7 +92,10 @@ class Where:
                     raise self._refused(f"has no field {path}")
                 continue
             if not isinstance(node, _NODES):
-                raise self._refused(f"may not use {ast.unparse(node)[:40]!r}")
+                what = ast.unparse(node)[:40] or f"the operator {type(node).__name__}"
+                raise self._refused(f"may not use {what}")
+            if isinstance(node, ast.BinOp) and any(_is_text(side) for side in (node.left, node.right)):
+                raise self._refused(f"{ast.unparse(node)[:40]}: arithmetic is for numbers")
             if isinstance(node, ast.Call) and (
                 not isinstance(node.func, ast.Name)
                 or node.func.id not in _CALLS
@@ -101,7 +105,9 @@ class Where:
                 raise self._refused(f"may call {' and '.join(_CALLS)} alone, with one value")
             if isinstance(node, ast.Name) and id(node) not in called:
                 if node.id not in known and node.id + "." not in known:
-                    raise self._refused(f"has no field {node.id}", nearest(node.id, known))
+                    names_here = sorted({name.removesuffix(".") for name in known})
+                    remedy = nearest(node.id, known) or f"Fields here: {', '.join(names_here)}."
+                    raise self._refused(f"has no field {node.id}", remedy)
                 names.add(node.id)
         return frozenset(names)
 
@@ -112,6 +118,10 @@ class Where:
             value=self._text[:100],
             remedy=remedy or 'For example: --where "tokens > 2000 and reward == 0".',
         )
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
 
 
 def _value(node: ast.expr, row: Row) -> Any:

@@ -4,7 +4,7 @@ GPUs reach them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -12,13 +12,11 @@ from actors.generation.spec import AgentSpec, GenerationSpec
 from actors.router.actor import RouterSpec
 from actors.runtime.child import ArgValue
 from actors.trainer.spec import CourierSpec, TurnSpec
+from miles_async.launcher.place import Place
 from miles_async.settings.colocate import engine_args, gives_back
 from miles_async.settings.custom_config import custom_config
 from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.run import RunSettings
-
-if TYPE_CHECKING:
-    from miles_async.launcher.plan import Place
 
 REPEATABLE: dict[str, ArgValue] = {"enable-deterministic-inference": True}
 """What deterministic_mode asks of engines."""
@@ -60,6 +58,7 @@ def generation_spec(
         | s.server_args
         | ({"mem-fraction-static": s.lend_mem_fraction} if lent else {}),
         seed=settings.rollout.rollout_seed,
+        draws=s.sglang_fused_sampling,
         check_equal=s.check_weight_update_equal,
         gives_back=gives_back(settings.flat) if shares else (),
         lent_s=s.lend_return_s if lent else 0.0,

@@ -17,7 +17,7 @@ from actors.runtime.rows import value_at
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
-from actors.trainer.megatron_backend.flags import compare
+from actors.trainer.megatron_backend.flags import compare, fields_against
 from actors.trainer.megatron_backend.layout import layout_of, refusals
 from bus.errors import UNREADABLE
 from miles_async.launcher.plan import objective_config, told, training_data
@@ -143,8 +143,9 @@ def check_architecture(settings: RunSettings) -> None:
         config = json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes())
         differ = compare(given, config)
         if settings.flat.train_backend == "megatron":
-            layout = layout_of(told(MegatronConfig, settings.flat), settings.flat.train_ranks)
-            differ += refusals(layout, describe(config).shape)
+            own, arch = told(MegatronConfig, settings.flat), describe(config)
+            differ += fields_against({name.replace("-", "_"): value for name, value in own.megatron.items()}, arch)
+            differ += refusals(layout_of(own, settings.flat.train_ranks), arch.shape)
     except (OSError, ValueError):
         return  # refused as a directory
     except Refused as error:

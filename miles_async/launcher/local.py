@@ -38,7 +38,7 @@ class LocalPlacer:
 
     def add(self, spec: ActorSpec) -> None:
         self._added.add(spec.name)
-        file, content = self._spec_file(spec.name), msgspec.json.format(msgspec.json.encode(spec), indent=2)
+        file, content = self._spec_file(spec.name), _content(spec)
         if file.exists() and file.read_bytes() != content:
             self._outdated.add(spec.name)
         write_secret(file, content.decode())
@@ -63,9 +63,13 @@ class LocalPlacer:
             if name not in self._outdated:
                 self.notes.append(("adopted", f"{name} (pid {pid}) still runs"))
                 return process
-            self.notes.append(("replaced", f"{name} (pid {pid}) ran with other settings"))
+            self.notes.append(("replaced", f"{name} (pid {pid}) ran with other settings or of another release"))
             await process.stop(spec.drain_timeout_s + 5.0)
         self._outdated.discard(name)
+        for file in (self._spec_file(name), self.log_file(name)):  # somebody tidied up
+            file.parent.mkdir(exist_ok=True)
+        if not self._spec_file(name).exists():
+            write_secret(self._spec_file(name), _content(spec).decode())
         environment = environment_of(spec.role, self._threads)
         words = (f"actors.{spec.role}", str(self._spec_file(name).resolve()))
         server = self._servers.get(spec.role)
@@ -99,6 +103,10 @@ class LocalPlacer:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def _content(spec: ActorSpec) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(spec), indent=2)
 
 
 def noted_exit(spec_file: Path, pid: int) -> int | None:

@@ -59,7 +59,7 @@ def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
         fits(s, total, trainer)
     trainer.check(total)
     trainer.check_host(host_bytes(), total)
-    return tuple(trainer.notes(total))
+    return (*trainer.notes(total), *trainer.notes_of_host(host_bytes()))
 
 
 def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
@@ -122,7 +122,7 @@ class Trainer:
         s, ranks = self.s, self.layout.world
         trained = 16 if ranks > 1 or not self.narrow else 18
         frozen = 2 if self.narrow and ranks == 1 else 4
-        each = trained * (2 if s.grpo.advantage_estimator == "ppo" else 1)
+        each = trained * (2 if s.flat.estimator.critic else 1)
         each += frozen * (int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load)))
         return each * self.sizes.total // ranks
 
@@ -214,6 +214,28 @@ class Trainer:
         way = ", or ".join(ways) or "train on more hosts, or one with more memory"
         field, value = ("optimizer_cpu_offload", True) if optimizer else ("offload_train", self.s.sglang.offload_train)
         raise refusal(field, value, what, f"{way[0].upper()}{way[1:]}.")
+
+    def in_checkpoint(self) -> int:
+        """Bytes that this host's ranks of Megatron copy to its memory for a checkpoint: each its part of masters and moments, one
+        of each data-parallel group the weights, and a reference that moves."""
+        s = self.s
+        weights = (2 if self.narrow else 4) * (2 if s.flat.needs_reference and s.grpo.ref_update_interval else 1)
+        here = min(s.perf.actor_num_gpus_per_node, self.layout.world)
+        first = min(here, self.layout.tp * self.layout.pp)
+        state = 0 if s.ckpt.no_save_optim else 12
+        holders = here if self.megatron.get("use_distributed_optimizer", self.narrow) else first
+        return first * self._of_rank(self.layout, weights, 0) + holders * self._of_rank(self.layout, 0, state)
+
+    def notes_of_host(self, free: int) -> Iterator[str]:
+        """What is only needed for a while."""
+        if self.s.flat.train_backend != "megatron" or self.s.ckpt.no_save:
+            return
+        held, copied = sum(self.on_host().values()), self.in_checkpoint()
+        if held + copied > free:
+            yield (
+                f"while a checkpoint is written the host needs {_gib(held + copied)} of memory, {_gib(copied)} for it, and has "
+                f"{_gib(free)} free. Train on more hosts, or leave the optimizer out of checkpoints (--no-save-optim)."
+            )
 
     def _nearest(self, total: int) -> str:
         """The smallest layout that has room, on these GPUs or on as few more as it takes."""

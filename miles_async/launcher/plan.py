@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any, TypeVar
 
@@ -25,8 +24,10 @@ from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.objective_config import ObjectiveConfig, Proximal, Reduction
 from actors.trainer.spec import TrainerSpec
 from bus import BusConfig
+from miles_async import __version__
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.launcher.eval_sets import eval_sets
+from miles_async.launcher.place import Place
 from miles_async.launcher.resume import load_dir, same
 from miles_async.settings.catalog import catalog
 from miles_async.settings.custom_config import custom_config
@@ -40,44 +41,6 @@ REDUCTIONS: dict[str, Reduction] = {
     "token-mean": "per_token",
     "seq-mean-token-sum-norm": "constant",
 }
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run lies on this host: resolved directories, and facts read from the model directory."""
-
-    run_dir: str
-    model_dir: str
-    weights_dir: str
-    blob_dir: str
-    stop_token_ids: tuple[int, ...]
-    num_rollout: int
-    fingerprint: str
-    reference_dir: str = ""
-    start_dir: str = ""  # of another run's weights, with --finetune
-    critic_dir: str = ""  # empty: the critic starts from the policy's model
-    teacher_dir: str = ""
-    router_url: str = ""  # empty: no router
-    router_port: int = 0  # of a router of ours; 0 when it is somebody else's
-    engine_token: str = ""  # what engines and router ask of their callers
-
-    @property
-    def weights_token(self) -> str:
-        """What hosts ask of each other for weights: another one, as it crosses the network."""
-        return hashlib.blake2b(b"weights", key=self.engine_token.encode()[:64], digest_size=16).hexdigest()
-
-
-def bus_config(settings: RunSettings, url: str, place: Place) -> BusConfig:
-    """How this run's actors reach the bus. Large bodies go to files only where all actors share the directory."""
-    return BusConfig(
-        url=url,
-        run=settings.launch.name,
-        blob_dir=place.blob_dir if settings.bus.bus_url is None else "",
-        lease_s=settings.bus.lease_s,
-        deadline_s=settings.bus.bus_deadline_s,
-        max_deliveries=settings.bus.max_deliveries,
-        inline_limit_bytes=settings.bus.inline_limit_bytes,
-        stream_max_bytes=settings.bus.stream_max_bytes,
-    )
 
 
 def told(kind: type[T], settings: Flat, **own: Any) -> T:
@@ -254,7 +217,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 custom_filter=_custom(r.dynamic_sampling_filter_path),
                 hook_values=custom_config(r.custom_config_path),
                 shows_all_to=r.rollout_all_samples_process_path or "",
-                shows_all_for_s=r.batch_hook_timeout_s,
+                hooks_within_s=r.batch_hook_timeout_s,
                 model_dir=place.model_dir,
             ),
         ),
@@ -262,7 +225,9 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
             "partial",
             "partial",
             PartialSpec(
-                buffer_filter=r.buffer_filter_path or "fifo", mask_offpolicy=r.mask_offpolicy_in_partial_rollout
+                buffer_filter=r.buffer_filter_path or "fifo",
+                mask_offpolicy=r.mask_offpolicy_in_partial_rollout,
+                hooks_within_s=r.batch_hook_timeout_s,
             ),
         ),
     ]
@@ -302,7 +267,7 @@ def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
 def actor_spec(settings: RunSettings, place: Place, bus: BusConfig, name: str, role: str, room: Any) -> ActorSpec:
     """One process's whole spec."""
     own = {"name": name, "role": role, "bus": bus, "run_dir": place.run_dir, "room": msgspec.to_builtins(room)}
-    return told(ActorSpec, settings.flat, run_seed=settings.rollout.rollout_seed, **own)
+    return told(ActorSpec, settings.flat, run_seed=settings.rollout.rollout_seed, release=__version__, **own)
 
 
 def _custom(path: str) -> str:

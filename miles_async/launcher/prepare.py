@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import resource
 import secrets
@@ -43,9 +42,11 @@ from bus.private import private_directory, write_secret
 from bus.streams.redis import LIFE
 from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.plan import Place, training_data
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import training_data
 from miles_async.launcher.resume import changed_since_last_start, keep_settings, move_tracker, resumes_from
 from miles_async.settings.catalog import kinds
+from miles_async.settings.checks import GENERATION, table_in
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch, initial_values, whole
 from miles_async.settings.rules import check_rules
@@ -122,11 +123,10 @@ def model_dir(settings: RunSettings, run_dir: Path) -> Path:
 def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
     """Stop ids of the settings and the end-of-sequence ids of the model."""
     ids = list(settings.rollout.rollout_stop_token_ids or ())
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        if file.exists():
-            eos = json.loads(file.read_text()).get("eos_token_id")
-            ids += eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
+    for name in (GENERATION, "config.json"):
+        if (directory / name).exists():
+            eos = table_in(directory / name, "hf_checkpoint").get("eos_token_id")
+            ids += [one for one in (eos if isinstance(eos, list) else [eos]) if isinstance(one, int)]
     return tuple(dict.fromkeys(ids))
 
 

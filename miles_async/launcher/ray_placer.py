@@ -15,7 +15,8 @@ import msgspec
 from ray.exceptions import ActorDiedError, RayActorError
 
 from actors.runtime.context import ActorSpec
-from miles_async.launcher.plan import Place
+from actors.runtime.run import EXIT_DONE, EXIT_DRAINED
+from miles_async.launcher.place import Place
 from miles_async.launcher.ray_cluster import has_gpus
 from miles_async.launcher.ray_seats import CLOSE_S, Group, Seat, Seats
 from miles_async.launcher.ray_units import parts_of, units_of
@@ -105,7 +106,7 @@ class RayPlacer:
                 how, pid = await call
                 seats.append((seat, name))
                 if how != "started":
-                    why = "still runs" if how == "adopted" else "ran with other settings"
+                    why = "still runs" if how == "adopted" else "ran with other settings or of another release"
                     self.notes.append((how, f"{name} (pid {pid} on {seat.facts['address']}) {why}"))
         except (RayActorError, KeyError):  # a seat is lost: the end of this process, which is near, says so
             await RayProcess(group, seats).stop(0.0)
@@ -134,9 +135,9 @@ class RayPlacer:
         code, lines = found
         if group.leaving:
             return End(code, lines, log, group.leaving)
-        if first and code == 0:
+        if first and code in (0, EXIT_DONE, EXIT_DRAINED):
             code = None  # a part that left while it was needed
-        if code == 0 and spec.role == "generation":
+        if code == EXIT_DRAINED and spec.role == "generation":
             await asyncio.sleep(LEFT_ALONE_S)
             return End(code, lines, log, "somebody asked it to end")
         return End(code, lines, log)

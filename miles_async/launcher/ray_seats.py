@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bus.errors import printable
 from miles_async import __version__
-from miles_async.launcher.plan import Place
+from miles_async.launcher.place import Place
 from miles_async.launcher.ray_cluster import draining_nodes, free_resources, living_nodes, nodes_of
 from miles_async.launcher.ray_host import Host
 from miles_async.launcher.ray_units import Unit, no_room

@@ -42,10 +42,11 @@ from miles_async.launcher.env_report import write_env_report
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.lock import only_launcher
-from miles_async.launcher.plan import Place, actor_spec, bus_config, recorder_spec, room_specs
+from miles_async.launcher.place import Place, bus_config
+from miles_async.launcher.plan import actor_spec, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, free_weights, place_of, prepare_bus, token_counter
-from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor
+from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor, furthest_step
 from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
@@ -84,6 +85,10 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     found = preflight(settings, probes=PROBES)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
+    if settings.launch.launcher == "ray":
+        from miles_async.launcher.ray_cluster import connect
+
+        connect(settings)  # a builtin model takes half a minute: who cannot join hears it before
     place = place_of(settings)
     run_dir = Path(place.run_dir)
     if (ended := finished_run(run_dir)) is not None and ended.finished >= place.num_rollout:
@@ -103,14 +108,12 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
 
 
 def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkServer]) -> Callable[[], Placer]:
-    """Makes what says where this run's actors are to be. SettingsError when there is no such place."""
+    """Makes what says where this run's actors are to be."""
     threads = {"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads}
     if settings.launch.launcher == "local":
         return partial(LocalPlacer, Path(place.run_dir), threads=threads, servers=servers)
-    from miles_async.launcher.ray_cluster import connect
     from miles_async.launcher.ray_placer import RayPlacer
 
-    connect(settings)
     return partial(RayPlacer, settings, place, threads)
 
 
@@ -202,7 +205,7 @@ class Launcher:
         settings, bus = self._settings, self._bus
         feed = await asyncio.to_thread(Feed, bus, stream_records(self._run_dir))
         placer, budget = self._placer, settings.launch.restart_budget
-        supervisor = Supervisor(placer, SystemClock(), budget=budget, furthest=lambda: feed.history.furthest)
+        supervisor = Supervisor(placer, SystemClock(), budget=budget, furthest=lambda: furthest_step(bus, feed.history))
         recorder = ("recorder", "recorder", recorder_spec(settings, self._place))
         for name, role, room in (recorder, *room_specs(settings, self._place)):
             supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from actors.recorder.history import History
 from actors.runtime.context import ActorSpec
-from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED
-from bus import Clock
-from bus.errors import printable
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_DRAINED, EXIT_REFUSED, disk_text
+from bus import Bus, Clock
+from bus.errors import MilesAsyncError, printable
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
+ASKED_S = 3.0  # by when the bus says how far the run was
 AGAIN_S = 1.0  # before an actor that lost its place through no fault of its own takes another
 
 
@@ -101,10 +103,21 @@ class Kept:
         return self.process is not None and self.process.alive
 
 
+async def furthest_step(bus: Bus, history: History) -> int:
+    """The last training step that the run has ever made, as far as can be told within ASKED_S: the history of a busy launcher may
+    be seconds behind, and knows of steps that a restore took back."""
+    try:
+        async with asyncio.timeout(ASKED_S):
+            said = await bus.state("trainer")
+    except (MilesAsyncError, TimeoutError):
+        said = ""
+    return max(history.furthest, int(said.partition(":")[0] or 0))
+
+
 class Supervisor:
     """Keeps a set of actors alive. `furthest`: asked for the last training step that the run has ever made."""
 
-    def __init__(self, placer: Placer, clock: Clock, *, budget: int, furthest: Callable[[], int]) -> None:
+    def __init__(self, placer: Placer, clock: Clock, *, budget: int, furthest: Callable[[], Awaitable[int]]) -> None:
         self._placer = placer
         self._clock = clock
         self._budget = budget
@@ -123,7 +136,11 @@ class Supervisor:
         name, role = kept.spec.name, kept.spec.role
         while await self._unless_stopping(self._placer.place(kept.spec)):
             began = self._clock.monotonic()
-            kept.process = await self._placer.start(kept.spec)
+            try:
+                kept.process = await self._placer.start(kept.spec)
+            except OSError as error:
+                why = disk_text(error, ()) or f"{error.strerror or error}: {error.filename}. Put back what is missing"
+                raise RunFailed(f"{name} cannot be started: {why}.", status=1) from None
             if self._stopping.is_set():  # asked to drain while it started
                 kept.process.ask_to_end()
             end = await self._placer.end_of(kept.spec, kept.process)
@@ -134,8 +151,13 @@ class Supervisor:
                 self.notes.append(("moved", f"{name}: {end.moved}; it is placed anew"))
                 await self._pause(AGAIN_S)
                 continue
+            if end.code == EXIT_DRAINED:  # by somebody else, for the run goes on; or the launcher is about to hear the same wish
+                await self._pause(AGAIN_S)
+                if not self._stopping.is_set():
+                    self.notes.append(("restart", f"{name} was asked to end (SIGTERM), and drained; the run goes on: restarting"))
+                continue
             now = self._clock.monotonic()
-            ending = Ending(now, end.code, self._furthest())
+            ending = Ending(now, end.code, await self._furthest() if role == "trainer" else 0)
             verdict = judge_exit(
                 name, ending, kept.failures, self._budget, steps=role == "trainer", spared=self._is_spared(kept)
             )
@@ -148,7 +170,7 @@ class Supervisor:
                 status = end.code if end.code in (EXIT_REFUSED, EXIT_BUS_BACK) else 1
                 if end.code == EXIT_BUS_BACK:
                     raise RunFailed(cause, status=status)
-                raise RunFailed(f"{verdict.reason}: {cause} Log: {end.log}", status=status)
+                raise RunFailed(f"{verdict.reason}: {cause.rstrip('.')}. Log: {end.log}", status=status)
             text = f"{name} {describe_exit(end.code)} after {now - began:.1f} s: {cause}; restarting"
             if verdict.action == "pause":
                 ending = replace(ending, pause_s=verdict.after_s)

@@ -110,6 +110,11 @@ class FieldSpec:
         return tuple((self.meta.extra or {})["shipped"])
 
     @property
+    def ours(self) -> bool:
+        """Miles has no flag for it."""
+        return bool((self.meta.extra or {})["ours"])
+
+    @property
     def secret(self) -> bool:
         """Whether it stays off the bus."""
         return bool((self.meta.extra or {})["secret"])

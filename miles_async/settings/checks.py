@@ -8,10 +8,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import SettingsError, parsed
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import check_second_models, reference_dir, start_dir
 
+GENERATION = "generation_config.json"
 CHECKPOINT_FILES = ("config.json", "tokenizer.json")
 MEGATRON_FILES = (".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt")
 
@@ -49,18 +50,32 @@ def _check_experts(settings: RunSettings, config: Mapping[str, Any]) -> None:
 
 
 def check_run_dir(settings: RunSettings) -> None:
-    """Refuse a folder for the run that cannot be made. Nothing is made: a dry run asks too, and a start tries to write."""
-    there = settings.run_dir.absolute()
+    """Refuse a folder for the run that cannot be made, or another that it is to write. Nothing is made: a dry run asks too, and a
+    start tries to write."""
+    remedy = "Choose a shorter or another --runs-dir or --name, which this user may write."
+    if why := _not_writable(settings.run_dir):
+        raise SettingsError(why, field="runs_dir", value=settings.launch.runs_dir, remedy=remedy)
+    if settings.launch.launcher == "ray":
+        return  # the rooms that write these may be on other hosts
+    of_ckpt = ("save", "save_hf", "save_debug_rollout_data", "save_debug_train_data")
+    for name in (*of_ckpt, "tensorboard_dir"):
+        text = getattr(settings.ckpt if name in of_ckpt else settings.trackers, name)
+        if text and (why := _not_writable(Path(text.partition("{")[0] + "x").parent if "{" in text else Path(text))):
+            raise SettingsError(why, field=name, value=text, remedy="Choose a folder that this user may write.")
+
+
+def _not_writable(folder: Path) -> str:
+    """Why this folder cannot be made or written; empty = it can."""
+    there = folder.absolute()
     try:
         while not there.exists():
             there = there.parent
-        problem = f"{there} is a file, not a folder" if not there.is_dir() else f"{there} may not be written by this user"
-        fits = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        if not there.is_dir():
+            return f"{there} is a file, not a folder"
+        fits = os.access(there, os.W_OK | os.X_OK)
     except OSError as error:  # a name that no file system takes, a folder that we may not enter
-        fits, problem = False, f"{settings.run_dir} cannot be looked into: {(error.strerror or str(error)).lower()}"
-    if not fits:
-        remedy = "Choose a shorter or another --runs-dir or --name, which this user may write."
-        raise SettingsError(problem, field="runs_dir", value=settings.launch.runs_dir, remedy=remedy)
+        return f"{folder} cannot be looked into: {(error.strerror or str(error)).lower()}"
+    return "" if fits else f"{there} may not be written by this user"
 
 
 def model_context(config: Mapping[str, Any]) -> int | None:
@@ -85,15 +100,23 @@ def check_checkpoint_dir(text: str, field: str, needed: Collection[str] = CHECKP
                 value=text,
                 remedy=f"Give a directory with {', '.join(needed)}.",
             )
-    try:
-        config = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"config.json cannot be read: {error}", field=field, value=text) from None
-    if not isinstance(config, dict):
-        raise SettingsError("config.json is not a JSON object", field=field, value=text)
+    config = table_in(path / "config.json", field)
+    if (path / GENERATION).exists():
+        table_in(path / GENERATION, field)
     check_shards(path, field)
     inner = config.get("text_config")
     return config | {k: v for k, v in inner.items() if k != "model_type"} if isinstance(inner, dict) else config
+
+
+def table_in(file: Path, field: str) -> dict[str, Any]:
+    """A JSON object of a model directory."""
+    try:
+        found = parsed(json.loads, file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{file.name} cannot be read: {error}", field=field, value=str(file.parent)) from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"{file.name} is not a JSON object", field=field, value=str(file.parent))
+    return found
 
 
 def check_shards(directory: Path, field: str) -> None:

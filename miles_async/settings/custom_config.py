@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import SettingsError, parsed
 
 REMEDY = "Give a TOML, JSON or YAML file with one table, or leave it out."
 
@@ -33,12 +33,12 @@ def custom_config(path: str | None) -> dict[str, Any]:
 def _read(path: Path) -> Any:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
-        return tomllib.loads(text)
+        return parsed(tomllib.loads, text)
     if path.suffix == ".json":
-        return json.loads(text)
+        return parsed(json.loads, text)
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        return parsed(yaml.safe_load, text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error

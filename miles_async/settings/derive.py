@@ -6,13 +6,11 @@ Nothing here looks at the outside. Order matters only where a derivation reads a
 from collections.abc import Callable
 from typing import Any
 
+from actors.trainer.objective_estimators import ESTIMATORS
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.megatron_fields import asked_for
 
 Values = dict[str, Any]
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-KL_CHARGED = (*WHITENED, "ppo")
-DISTILLATION = "on_policy_distillation"
 TOKEN_MEAN, CONSTANT_SUM = "token-mean", "seq-mean-token-sum-norm"
 SUPERVISED = ("sft", "sft_loss")
 KEEP_ALL, NONZERO_STD = "none", "check_reward_nonzero_std"
@@ -117,7 +115,7 @@ def _router(v: Values) -> bool:
 def needs_whole_groups(*, reward_hook: str | None, estimator: str, group_rm: bool) -> bool:
     """Whether the rewards of a group mean something only together, so that it cannot be trained in parts: a hook that is given
     all of them, all scored at once, or MaxRL's division by the group's success rate."""
-    return bool(reward_hook) or group_rm or estimator == "maxrl"
+    return bool(reward_hook) or group_rm or ESTIMATORS[estimator].whole_groups
 
 
 def _staleness_policy(v: Values) -> str:
@@ -145,13 +143,11 @@ def _under(folder: str | None, rest: str) -> str | None:
 def _filter(v: Values) -> str:
     """Groups of equal rewards teach nothing, unless there is but one sample or a teacher speaks of every token."""
     single = v["n_samples_per_prompt"] == 1
-    return KEEP_ALL if single or v["use_opd"] or v["advantage_estimator"] == DISTILLATION else NONZERO_STD
+    return KEEP_ALL if single or v["use_opd"] or ESTIMATORS[v["advantage_estimator"]].teacher else NONZERO_STD
 
 
 def _policy_loss(v: Values) -> str:
-    if v["loss_type"] in SUPERVISED:
-        return "nll"
-    return str(v["advantage_estimator"]) if v["advantage_estimator"] in ("gspo", "cispo") else "ppo"
+    return "nll" if v["loss_type"] in SUPERVISED else ESTIMATORS[v["advantage_estimator"]].policy_loss
 
 
 # field -> how it follows. Read by `fill` in this order.
@@ -188,7 +184,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("selfcheck_logprob_tolerance", _tolerance),
     ("loss_type", lambda v: "custom_loss" if v["custom_loss_function_path"] else "policy_loss"),
     ("policy_loss", _policy_loss),
-    ("normalize_advantages", lambda v: v["advantage_estimator"] in WHITENED),
+    ("normalize_advantages", lambda v: ESTIMATORS[v["advantage_estimator"]].whitens),
     ("critic_lr", lambda v: v["lr"]),
     ("opd_type", lambda v: "sglang" if v["opd_teacher_urls"] else "megatron"),
     ("offload", lambda v: v["colocate"]),

@@ -29,6 +29,7 @@ def doc(
     follows: bool = False,
     shipped: tuple[str, ...] = (),
     secret: bool = False,
+    ours: bool = False,
     aliases: tuple[str, ...] = (),
     ge: float | None = None,
     gt: float | None = None,
@@ -43,6 +44,7 @@ def doc(
     live: it may be changed while the run goes on; where a change takes effect (and which actor sees to it).
     follows: of a live field: it is derived again after each change of others, and not changed itself.
     shipped: the names that it may have, beside dotted paths of the user's own.    secret: it stays off the bus.
+    ours: Miles has no flag for it.
     aliases: other names it is accepted under.    ge, gt, le, lt: bounds, checked by msgspec.
     auto: the value that the word "auto" stands for.
     """
@@ -53,6 +55,7 @@ def doc(
         "follows": follows,
         "shipped": shipped,
         "secret": secret,
+        "ours": ours,
         "aliases": aliases,
         "auto": auto,
     }

@@ -5,7 +5,7 @@ A SettingsError ends the command with exit status 2 and no traceback: it is rais
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _NO_VALUE = object()
 P = ParamSpec("P")
@@ -14,6 +14,14 @@ GONE = {
     "update_weight_delta": "It saved nothing: updates change every matrix. Set --update-weight-transport nccl, or ipc on one host."
 }
 """Settings of former releases, and what to do instead."""
+
+
+def parsed(read: Callable[[str], Any], text: str) -> Any:
+    """What a parser of TOML or JSON makes of a text. ValueError also for what is nested deeper than it goes."""
+    try:
+        return read(text.removeprefix("\ufeff"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 class SettingsError(ValueError):

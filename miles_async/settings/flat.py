@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 from miles_async.settings.derive import SUPERVISED, needs_whole_groups, solve_four_knobs
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
@@ -80,9 +81,14 @@ class Flat:
         return bool(self.use_kl_loss or self.kl_coef)
 
     @property
+    def estimator(self) -> Estimator:
+        """The record of the advantage estimator."""
+        return ESTIMATORS[self.advantage_estimator]
+
+    @property
     def distills(self) -> bool:
         """Whether a teacher is asked at all."""
-        return bool(self.use_opd or self.advantage_estimator == "on_policy_distillation")
+        return bool(self.use_opd or self.estimator.teacher)
 
     @property
     def datasets(self) -> tuple[tuple[str, str], ...]:

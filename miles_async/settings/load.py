@@ -7,7 +7,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import msgspec
 from miles_async.settings import megatron_fields
 from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.derive import fill
-from miles_async.settings.errors import Refusals, SettingsError, nearest
+from miles_async.settings.errors import Refusals, SettingsError, nearest, parsed
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
 from miles_async.settings.secrets import take_password
@@ -152,16 +152,16 @@ def config_path(word: str) -> Path:
 def read_file(path: Path) -> dict[str, Any]:
     """Field name -> value of a TOML settings file; types and bounds checked, names checked against their tables."""
     try:
-        document = tomllib.loads(path.read_text("utf-8"))
+        document = parsed(tomllib.loads, path.read_text("utf-8"))
     except FileNotFoundError:
         raise SettingsError(
             f"no such settings file: {path} (looked in {Path.cwd()})",
             remedy=nearest(path.name, shipped()) or f"Those that ship: {', '.join(shipped())}.",
         ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path} is not valid TOML: {error}") from None
     except UnicodeDecodeError:
         raise SettingsError(f"{path} is not UTF-8 text", remedy="Give a TOML settings file.") from None
+    except ValueError as error:
+        raise SettingsError(f"{path} is not valid TOML: {error}") from None
     except OSError as error:
         raise SettingsError(f"cannot read settings file {path}: {error.strerror}") from None
 
@@ -230,6 +230,8 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
     except msgspec.ValidationError:
         hint = nearest(value, spec.shape.choices) if spec.kind == "choice" and isinstance(value, str) else ""
         raise SettingsError(f"must be {spec.expected}", field=where, value=value, remedy=hint) from None
+    if not all(map(_is_plain, _texts(result))):
+        raise SettingsError("not UTF-8 text without NUL, as messages and files want it", field=where, value=value)
     if spec.kind == "table":
         return {name.replace("_", "-"): item for name, item in result.items()}
     if isinstance(result, float) and not math.isfinite(result):
@@ -242,6 +244,21 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
     if result == "":
         raise SettingsError("must not be empty", field=where, value=value, remedy="Leave it out instead.")
     return result
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts of a value, in lists and tables too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, Sequence):
+        for part in value:
+            yield from _texts(part)
+
+
+def _is_plain(text: str) -> bool:
+    return "\0" not in text and not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def value_of_words(flag: FlagValue) -> Any:

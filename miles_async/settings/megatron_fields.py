@@ -87,6 +87,8 @@ _NAMES: dict[Kind, str] = {
 }
 FIELDS: dict[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 """Field -> kind of its value; `ints` and `strs` are one or several."""
+LISTS = ("offload_modules", "recompute_modules")
+"""Fields that are lists also where they have one item."""
 RENAMED = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "ddp_average_in_collective": "average_in_collective",
@@ -115,7 +117,7 @@ def named(flag: str) -> tuple[str, bool] | None:
 def typed(field: str, words: tuple[str, ...]) -> bool | int | float | str | tuple[str, ...]:
     """A field's value as words of a command line say it. ValueError for one of another kind."""
     kind = FIELDS[field]
-    if kind in ("ints", "strs") and len(words) != 1:
+    if field in LISTS or (kind in ("ints", "strs") and len(words) != 1):
         return words
     if kind == "bool" and not words:
         return True

@@ -33,26 +33,6 @@ OTHERWISE: dict[str, str] = {
     "save_debug_rollout_data": "msgpack, not torch.save",
 }
 """Fields that have the name of a flag of Miles and another meaning."""
-OF_OURS = (
-    *("runs_dir", "name", "console", "drain_timeout_s", "restart_budget", "heartbeat_s", "selfcheck_logprob_tolerance", "report"),
-    *("judge_url", "judge_model", "judge_template_path", "rm_batch_size", "reward_version", "sft_loss_roles"),
-    *("model_dtype", "no_save", "keep_last", "eval_share", "num_reward_workers", "reward_timeout_s", "reward_max_retries"),
-    *("max_waves", "partial_save_tokens", "max_tokens_per_slice", "staleness_policy", "staleness_lookahead", "tail_slots"),
-    *("no_correction", "use_icepop", "use_mis", "use_decoupled_loss", "decoupled_cap", "interpolate_proximal", "policy_loss"),
-    *("dppo_divergence", "dppo_delta", "tail_after_tokens", "max_masked_fraction", "trainer_threads", "engine_threads"),
-    *("engine", "num_generation_workers", "rollout_gpu_ids", "sglang_concurrency_min", "sglang_concurrency_max"),
-    *("sglang_server_command", "sglang_request_deadline_s", "engine_token_deadline_s", "engine_boot_deadline_s"),
-    *("update_weight_deadline_s", "update_weight_wave_fraction", "update_weight_transport", "use_router"),
-    *("gradient_checkpointing", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
-    *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "loss_agg_mode", "loss_scale_factor"),
-    *("custom_advantage_function_path", "train_master", "update_weight_copy", "rollout_timeout_s", "batch_hook_timeout_s"),
-    *("environment_path", "environment_slots", "environment_timeout_s", "environment_idle_s", "environment_sandbox"),
-    *("tensorboard_dir", "use_trackio", "trackio_project", "prometheus_host"),
-    *("bus_url", "lease_s", "bus_deadline_s", "max_deliveries", "stream_max_bytes", "inline_limit_bytes", "min_lr"),
-    *("lend_trainer_gpus", "lend_after_s", "lend_return_s", "lend_mem_fraction"),
-    *("launcher", "ray_address", "ray_wait_s", "min_workers", "max_workers", "sglang_nnodes"),
-)
-"""Fields that Miles has no flag for."""
 NOT_COMPARED = ("model_name", "megatron_to_hf_mode", "spec", "custom_model_provider_path", "no_rope_fusion",
                 "make_vocab_size_divisible_by")  # fmt: skip
 """Fields of the group architecture that config.json says nothing of."""
@@ -62,6 +42,8 @@ NEEDLESS: dict[str, str] = {
     "--use-miles-dashboard": "the live view, report.html and the trackers show a run (docs/metrics.md)",
 }
 """Bare flags of Miles that are taken, and have nothing left to do -> why."""
+SHORT = {"--bf16": ("model_dtype", "bfloat16")}
+"""Bare flags that say a value of a field of ours -> the field and the value."""
 WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
@@ -73,7 +55,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
         "--stream-optimizer-* --linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp",
     ),
     ("Use --gradient-checkpointing.", "--recompute-loss-*"),
-    ("Use --model-dtype bfloat16.", "--bf16 --extra-high-precision-*"),
+    ("Use --model-dtype bfloat16.", "--extra-high-precision-*"),
     ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--async-*"),
     ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus.", "--num-gpus-per-node"),
     ("It is of a recipe that starts train.py, not of train.py: paths are written whole, the environment is this command's, and "
@@ -130,6 +112,8 @@ def why_not(flag: str) -> str:
 def fate(flag: str) -> str:
     """What becomes of a flag that a launch script of Miles gives, in a few words."""
     spec = names().get(flag.removeprefix("--").replace("-", "_"))
+    if flag in SHORT:
+        return _long(flag)
     if flag in NEEDLESS:
         return f"taken, without effect: {NEEDLESS[flag]}"
     if spec is None or spec.kind == "table":
@@ -141,9 +125,14 @@ def fate(flag: str) -> str:
     return OTHERWISE.get(spec.name, "the same") if same else f"another name of `{spec.flag}`"
 
 
+def _long(flag: str) -> str:
+    name, value = SHORT[flag]
+    return f"another name of `{catalog()[name].flag} {value}`"
+
+
 def table() -> Iterator[tuple[str, str]]:
     """(flag of Miles, ours or why not) of all, in the order of our settings."""
-    ours = {spec.name: spec for spec in catalog().values() if spec.name not in OF_OURS and spec.kind != "table"}
+    ours = {spec.name: spec for spec in catalog().values() if not spec.ours and spec.kind != "table"}
     for name, spec in ours.items():
         yield spec.flag, OTHERWISE.get(name, "the same")
     for alias, spec in names().items():
@@ -152,6 +141,8 @@ def table() -> Iterator[tuple[str, str]]:
     for prefixes in PREFIXES.values():
         for prefix in prefixes:
             yield f"{prefix}NAME", f"passed on to the program: {prefixes[0]}NAME"
+    for flag in SHORT:
+        yield flag, _long(flag)
     for flag, why in NEEDLESS.items():
         yield flag, f"taken, without effect: {why}"
     for why, flags in WHY_NOT:

@@ -1,6 +1,5 @@
 """(pure) Rules of what the policy is trained towards: corrections of off-policy data, KL, advantages."""
 
-from miles_async.settings.derive import KL_CHARGED, WHITENED
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import Flat
 
@@ -63,7 +62,7 @@ def one_kl_at_most(s: Flat) -> None:
             f"KL is also in the loss (kl_loss_coef = {s.kl_loss_coef})",
             "Set one of the two to 0.",
         )
-    if s.kl_coef and s.advantage_estimator not in KL_CHARGED and s.custom_advantage_function_path is None:
+    if s.kl_coef and not s.estimator.charges_kl and s.custom_advantage_function_path is None:
         raise refusal(
             "kl_coef",
             s.kl_coef,
@@ -75,7 +74,7 @@ def one_kl_at_most(s: Flat) -> None:
 
 
 def whitening_where_it_is_part_of_the_estimator(s: Flat) -> None:
-    if s.advantage_estimator in WHITENED and not s.normalize_advantages:
+    if s.estimator.whitens and not s.normalize_advantages:
         raise refusal(
             "normalize_advantages",
             False,

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from miles_async.settings.errors import refusal
+from miles_async.settings.errors import parsed, refusal
 from miles_async.settings.flat import Flat
 
 
@@ -12,7 +12,7 @@ def the_template_has_what_it_takes(s: Flat) -> None:
         if (value := getattr(s, name)) is not None and not s.apply_chat_template:
             raise refusal(name, value, "has no effect while apply_chat_template is off", "Add --apply-chat-template.")
     try:
-        found = json.loads(s.apply_chat_template_kwargs or "{}")
+        found = parsed(json.loads, s.apply_chat_template_kwargs or "{}")
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -4,8 +4,10 @@ run.json holds a RunFile; the newest file is the default run.
 """
 
 import os
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -79,6 +81,9 @@ def find_run(*, run: str | None, runs_dir: Path, bus_url: str | None) -> RunRef:
         check_bus_url(bus_url)
         return RunRef(run, bus_url, None)
     known = list_runs(runs_dir)
+    if run not in known and (begun := _begun(runs_dir, run, known)):
+        why = f"run {begun} has no bus yet: it is being started, or its start failed"
+        raise SettingsError(why, remedy="What miles-async train prints says which; ask again when it is up.")
     if not known:
         raise SettingsError(
             f"no run in {runs_dir.absolute()}",
@@ -94,6 +99,15 @@ def find_run(*, run: str | None, runs_dir: Path, bus_url: str | None) -> RunRef:
     return read_run_file(runs_dir / (run or known[0]) / RUN_FILE)
 
 
+def _begun(runs_dir: Path, run: str | None, known: list[str]) -> str:
+    """The folder of a run that has come to no bus: `run`, or where no run is there the newest such; empty = none. Other folders
+    are no runs."""
+    names = [run] if run is not None else [] if known else [path.name for path in runs_dir.glob("[!.]*")]
+    folders = [runs_dir / name for name in names if "/" not in name and (runs_dir / name).is_dir()]
+    fresh = [path for path in folders if (path / "launcher.lock").exists() or {one.name for one in path.iterdir()} <= {"logs"}]
+    return max(fresh, key=lambda path: path.stat().st_mtime_ns).name if fresh else ""
+
+
 def check_bus_url(url: str | None) -> None:
     """Refuse an address of no known scheme; a password in it is not shown."""
     if url is not None and not url.startswith(BUS_SCHEMES):
@@ -103,3 +117,12 @@ def check_bus_url(url: str | None) -> None:
             "not an address of a Redis",
             "Write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH.",
         )
+
+
+def read_settings(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """settings.toml as tables; empty when it is not there."""
+    try:
+        found = tomllib.loads((run_dir / "settings.toml").read_text("utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return {}
+    return {name: dict(table) for name, table in found.items() if isinstance(table, dict)}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from miles_async.settings.bash import SEPARATORS, Lexer, Part, Token, arithmetic
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import SettingsError, parsed
 
 PROGRAMS = ("train.py", "train_async.py")
 MOST_FILES = 32
@@ -335,7 +335,7 @@ class _Reader:
         given = words[at] if "=" in texts[at] else words[at + 1]
         text = given.text.partition("=")[2] if given is words[at] else given.text
         try:
-            variables = json.loads(text).get("env_vars", {})
+            variables = parsed(json.loads, text).get("env_vars", {})
             script.environment = {
                 str(name): Word(str(value), given.where, given.unread if "$" in str(value) else "")
                 for name, value in variables.items()

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from miles_async.settings.checkpoints import model_in
-from miles_async.settings.derive import DISTILLATION
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import Flat
 from miles_async.settings.run import RunSettings
 
 
 def critic_belongs_to_ppo(s: Flat) -> None:
-    if s.advantage_estimator != "ppo":
+    if not s.estimator.critic:
         for name, value in (("critic_load", s.critic_load), ("num_critic_only_steps", s.num_critic_only_steps)):
             if value:
                 raise refusal(
@@ -32,11 +31,11 @@ def critic_belongs_to_ppo(s: Flat) -> None:
 
 
 def distillation_has_one_teacher(s: Flat) -> None:
-    if s.use_opd and s.advantage_estimator == DISTILLATION:
+    if s.use_opd and s.estimator.teacher:
         raise refusal(
             "use_opd",
             True,
-            f"advantage_estimator = {DISTILLATION!r} counts the teacher already",
+            f"advantage_estimator = {s.advantage_estimator!r} counts the teacher already",
             "Keep one of the two.",
         )
     served = s.opd_type == "sglang"
@@ -69,7 +68,7 @@ def distillation_has_one_teacher(s: Flat) -> None:
                 name,
                 value,
                 "nothing is distilled",
-                f"Add --use-opd or --advantage-estimator {DISTILLATION}, or leave it out.",
+                "Add --use-opd or --advantage-estimator on_policy_distillation, or leave it out.",
             )
     if s.opd_teacher_ckpt_step is not None and s.opd_teacher_load is None:
         raise refusal(

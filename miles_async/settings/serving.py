@@ -53,6 +53,7 @@ def engines_match_the_gpus(s: Flat) -> None:
             ("rollout_num_gpus", s.rollout_num_gpus, 0),
             ("server_args", s.server_args, {}),
             ("sglang_server_command", s.sglang_server_command, ()),
+            ("sglang_fused_sampling", s.sglang_fused_sampling, False),
         ):
             if value != unset:
                 raise _not_for(s, field, value)
@@ -87,6 +88,19 @@ def _not_for(s: Flat, field: str, value: object) -> SettingsError:
         for name in value:  # most likely a misspelt setting of ours
             remedy = nearest(f"sglang_{name}".replace("-", "_"), names()) or remedy
     return SettingsError(f"engine is {s.engine!r}", field=field, value=value, remedy=remedy)
+
+
+def tokens_are_drawn_where_our_function_is(s: Flat) -> None:
+    """sglang_fused_sampling needs servers of this Python, of one GPU each: ranks would not draw alike."""
+    if not s.sglang_fused_sampling:
+        return
+    if s.sglang_server_command:
+        why = "sglang_server_command runs another Python"
+    elif s.rollout_num_gpus_per_engine > 1:
+        why = f"rollout_num_gpus_per_engine is {s.rollout_num_gpus_per_engine}"
+    else:
+        return
+    raise SettingsError(why, field="sglang_fused_sampling", value=True, remedy="Leave it out: SGLang draws by itself.")
 
 
 def passed_flags_are_not_ours(s: Flat) -> None:
@@ -160,6 +174,7 @@ RULES = (
     engines_are_different,
     ways_fit_the_transport,
     engines_match_the_gpus,
+    tokens_are_drawn_where_our_function_is,
     passed_flags_are_not_ours,
     router_settings_agree,
     *cluster.RULES,

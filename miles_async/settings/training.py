@@ -4,8 +4,9 @@ import json
 import re
 from collections.abc import Iterator
 
+from actors.trainer.objective_estimators import ESTIMATORS
 from miles_async.settings.derive import CONSTANT_SUM, TOKEN_MEAN
-from miles_async.settings.errors import refusal, show
+from miles_async.settings.errors import parsed, refusal, show
 from miles_async.settings.flat import Flat
 
 
@@ -54,8 +55,8 @@ def supervised_training_has_nothing_to_compare(s: Flat) -> None:
 def a_loss_belongs_to_its_estimator(s: Flat) -> None:
     if s.supervised:
         return
-    own = s.advantage_estimator if s.advantage_estimator in ("gspo", "cispo") else None
-    if s.policy_loss != own and (own or s.policy_loss in ("gspo", "cispo")):
+    own, owned = s.estimator.policy_loss, {record.policy_loss for record in ESTIMATORS.values()} - {"ppo"}
+    if s.policy_loss != own and (own in owned or s.policy_loss in owned):
         raise refusal(
             "policy_loss",
             s.policy_loss,
@@ -155,6 +156,7 @@ def equal_logprobs_have_what_they_need(s: Flat) -> None:
     backend = s.server_args.get("attention-backend", "fa3")
     for field, value, wanted in (
         ("engine", s.engine, "sglang"),
+        ("train_backend", "torch" if s.train_backend == "fsdp" else s.train_backend, "torch"),
         ("model_dtype", s.model_dtype, "bfloat16"),
         ("actor_num_gpus_per_node", s.actor_num_gpus_per_node, 1),
         ("rollout_num_gpus_per_engine", s.rollout_num_gpus_per_engine, 1),
@@ -187,7 +189,7 @@ def variables_are_text(s: Flat) -> None:
     if s.train_env_vars is None:
         return
     try:
-        found = json.loads(s.train_env_vars)
+        found = parsed(json.loads, s.train_env_vars)
     except ValueError:
         found = None
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):

@@ -160,7 +160,7 @@ def test_what_they_may_not_give_is_refused(answer: Any, says: str) -> None:
 
 async def test_all_samples_of_a_step_are_shown_with_what_became_of_them(redis_url: str, run_name: str) -> None:
     CALLS.clear()
-    spec = FilterSpec(shows_all_to=f"{__name__}.keeps", shows_all_for_s=5.0)
+    spec = FilterSpec(shows_all_to=f"{__name__}.keeps", hooks_within_s=5.0)
     at = PolicyVersion(id=2, step=1)
     step = StepDone(step=1, version=at, trained_on=at, groups=())
 

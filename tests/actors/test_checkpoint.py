@@ -25,11 +25,12 @@ from actors.trainer.checkpoint import (
     latest,
     others,
     read_bus_state,
+    refusal,
     restore_bus,
     write_durably,
 )
 from bus import Bus, BusConfig, Commit
-from bus.errors import CheckpointRefused
+from bus.errors import CheckpointOfAnother, CheckpointRefused
 from bus.ledger import check
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import PolicyVersion
@@ -118,6 +119,8 @@ def test_a_damaged_tracker_is_refused_and_the_intact_checkpoints_are_named(tmp_p
     with pytest.raises(CheckpointRefused, match="Intact: 1, 4; write one of these"):
         latest(tmp_path)
     assert "Intact: 1;" in others(tmp_path, damaged=4)
+    assert refusal(CheckpointRefused("damaged."), tmp_path, 4).startswith("damaged. Intact: 1;")
+    assert refusal(CheckpointOfAnother("of another model."), tmp_path, 4) == "of another model.", "so are those beside it"
 
 
 def test_what_checkpoints_before_it_hold_is_known_as_far_back_as_there_is_no_gap(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import fcntl
 import http.client
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from urllib.parse import urlsplit
 
 import msgspec
@@ -17,63 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.generation.supply import Supply
 from actors.publisher.elsewhere import source_of
-from actors.runtime import depot as depot_module
 from actors.runtime import fetch as fetch_module
 from actors.runtime.checksum import checksum
-from actors.runtime.context import Context
 from actors.runtime.depot import Depot
 from actors.runtime.fetch import Damaged, Fetch, FetchFailed, pack_parcel
 from actors.runtime.host import place
 from bus.errors import BadMessage
-from bus.knobs.live import LiveKnobs
-from bus.messages.active import Activate
-from bus.messages.policy import WeightManifest
-from bus.messages.versions import PolicyVersion
-from bus.messages.weights import Parcel
-from tests.actors.house import open_bus
-from tests.declared import actor_of
-
-SIZE = 5 * fetch_module.LEAST_PIECE + 123
-Serve = Callable[[Path], Depot]
-
-
-@pytest.fixture
-def version(tmp_path: Path) -> Path:
-    folder = tmp_path / "v1"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(Random(1).randbytes(SIZE))
-    (folder / "config.json").write_text("{}")
-    (folder / "empty.txt").touch()
-    return folder
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """Depots of folders, whatever the parcel; impatient, so that what never comes is known soon."""
-    monkeypatch.setattr(depot_module, "PATIENCE_S", 0.3)
-    made: list[Depot] = []
-
-    def make(folder: Path) -> Depot:
-        made.append(Depot(lambda _: folder, "secret", host="127.0.0.1", bind="127.0.0.1"))
-        return made[-1]
-
-    yield make
-    for depot in made:
-        depot.close()
-
-
-def fetching(
-    parcel: Parcel, folder: Path, *sources: str, token: str = "secret", deadline_s: float = 5.0
-) -> tuple[Fetch, list[int]]:
-    came: list[int] = []
-    return Fetch(parcel, folder, sources, token=token, deadline_s=deadline_s, came=came.append), came
-
-
-def same(one: Path, two: Path) -> bool:
-    names = [p.name for p in sorted(one.iterdir()) if not p.name.startswith(".")]
-    return all((one / n).read_bytes() == (two / n).read_bytes() for n in names) and not list(two.glob("*.part"))
+from tests.actors.parcels import Serve, fetching, same
 
 
 def test_a_version_of_several_files_is_described_as_it_was_written(tmp_path: Path) -> None:
@@ -178,6 +127,22 @@ def test_nobody_gets_anything_without_the_token_or_from_elsewhere(version: Path,
         connection.close()
 
 
+def test_what_is_withdrawn_is_sent_no_further(serve: Serve, tmp_path: Path) -> None:
+    """Its file is deleted, and stays in memory for as long as it is open."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(64 << 20)  # more than a connection holds
+    depot = serve(tmp_path)
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(depot.url).port, timeout=5)
+    asked = {"Authorization": "Bearer secret", "Range": f"bytes=0-{(64 << 20) - 1}"}
+    connection.request("GET", f"/{'0' * 32}/model.safetensors", headers=asked)
+    answer = connection.getresponse()
+    assert len(answer.read(10)) == 10
+    depot.withdraw("0" * 32)
+    with pytest.raises(http.client.IncompleteRead):
+        answer.read()
+    connection.close()
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", ".lock", "", "x" * 200])
 def test_a_parcel_that_names_files_elsewhere_is_refused(version: Path, tmp_path: Path, name: str) -> None:
     parcel = pack_parcel(version)
@@ -197,6 +162,83 @@ def test_what_nobody_has_any_more_is_given_up_for_what_is_newer(version: Path, s
     assert same(version, here), "what comes is finished, whatever is newer"
 
 
+def test_what_the_version_s_own_host_has_no_more_is_given_up_at_once(version: Path, serve: Serve, tmp_path: Path) -> None:
+    origin = serve(tmp_path / "gone").url
+    fetch, _ = fetching(pack_parcel(version), tmp_path / "here", "http://127.0.0.1:1", origin, deadline_s=3600.0)
+    with pytest.raises(FetchFailed, match=r"config\.json stopped at 0 of .*(does not have it|refused)"):
+        fetch.run()
+
+
+def test_a_source_that_is_not_reached_is_asked_once_and_then_last(version: Path, serve: Serve, tmp_path: Path) -> None:
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as dead:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, peer = dead.accept()
+                    asked.append(peer)
+                    connection.close()
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        address = f"http://127.0.0.1:{dead.getsockname()[1]}"
+        fetch, _ = fetching(pack_parcel(version), tmp_path / "here", address, serve(version).url)
+        fetch.run()
+        dead.shutdown(socket.SHUT_RDWR)
+        thread.join(5.0)
+    assert same(version, tmp_path / "here") and len(asked) == 1, "for the first of its files"
+
+
+def test_a_source_that_waited_in_vain_for_a_version_is_asked_last_for_its_next_file(
+    version: Path, serve: Serve, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    depot = Depot(lambda parcel_id: asked.append(parcel_id), "secret", host="127.0.0.1", bind="127.0.0.1")
+    fetch, _ = fetching(pack_parcel(version), tmp_path / "here", depot.url, serve(version).url)
+    fetch.run()
+    depot.close()
+    assert same(version, tmp_path / "here") and len(asked) == 1
+
+
+def test_small_files_that_an_earlier_version_has_do_not_come_again(version: Path, serve: Serve, tmp_path: Path) -> None:
+    earlier, parcel = tmp_path / "earlier", pack_parcel(version)
+    earlier.mkdir()
+    (earlier / "config.json").write_bytes((version / "config.json").read_bytes())
+    (earlier / "model.safetensors").write_bytes(b"old weights")
+    fetch, came = fetching(parcel, tmp_path / "here", serve(version).url)
+    fetch._earlier = (tmp_path / "none", earlier)
+    fetch.run()
+    assert same(version, tmp_path / "here")
+    assert sum(came) == parcel.n_bytes - (version / "config.json").stat().st_size
+
+
+def test_what_a_killed_fetch_left_of_a_small_file_that_need_not_come_is_gone(
+    version: Path, serve: Serve, tmp_path: Path
+) -> None:
+    """A source would send it, and wait for its rest."""
+    earlier, here = tmp_path / "earlier", tmp_path / "here"
+    for folder in (earlier, here):
+        folder.mkdir()
+    (earlier / "config.json").write_bytes((version / "config.json").read_bytes())
+    (here / "config.json.part").touch()
+    fetch, _ = fetching(pack_parcel(version), here, serve(version).url)
+    fetch._earlier = (earlier,)
+    fetch.run()
+    assert same(version, here)
+
+
+def test_a_small_file_that_changed_comes(version: Path, serve: Serve, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    body = (version / "config.json").read_bytes()
+    (earlier / "config.json").write_bytes(bytes([body[0] ^ 1]) + body[1:])
+    fetch, came = fetching(pack_parcel(version), tmp_path / "here", serve(version).url)
+    fetch._earlier = (earlier,)
+    fetch.run()
+    assert same(version, tmp_path / "here") and sum(came) == pack_parcel(version).n_bytes
+
+
 def test_a_host_that_is_silent_costs_a_stall_and_no_more(
     version: Path, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,29 +248,6 @@ def test_a_host_that_is_silent_costs_a_stall_and_no_more(
         fetch, _ = fetching(pack_parcel(version), tmp_path / "here", address, serve(version).url)
         fetch.run()
     assert same(version, tmp_path / "here")
-
-
-async def test_a_relay_says_at_once_that_a_version_will_not_come_to_it_any_more(
-    version: Path, tmp_path: Path, redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A host that was away goes on with the order that it had: what it waits for there keeps it from the newest one."""
-    monkeypatch.setattr(depot_module, "PATIENCE_S", 3600.0)  # as long as for one that is on its way
-    async with open_bus(redis_url, run_name) as bus:
-        context = Context(actor_of(name="c", role="generation", bus=bus.config), bus, LiveKnobs(bus))
-        supply = Supply(context, token="secret", serves=True, address="127.0.0.1", deadline_s=5.0)
-        supply.open()
-        parcels = [msgspec.structs.replace(pack_parcel(version), id=f"{n:032x}") for n in (1, 2)]
-        for n, parcel in enumerate(parcels, start=1):
-            manifest = WeightManifest(transport="network", path="", checksum="", n_tensors=1, n_bytes=1)
-            supply.know(Activate(version=PolicyVersion(id=n, step=n), manifest=manifest, mode="retract", parcel=parcel))
-        try:
-            old, _ = fetching(parcels[0], tmp_path / "here", context.depot, deadline_s=0.0)
-            with pytest.raises(FetchFailed, match="does not have it"):
-                await asyncio.to_thread(old.run)
-            assert supply._find(parcels[1].id) is not None, "the newest is waited for"
-            assert supply._find("f" * 32) is not None, "as is one that nobody told of yet"
-        finally:
-            await supply.close()
 
 
 # -- who fetches from whom -----------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ async def test_a_filter_written_for_miles_is_asked_with_args_and_samples(redis_u
     hook = "tests.miles_async.test_try_hooks.keeps_of_miles"
     async with open_bus(redis_url, run_name, knobs={"dynamic_sampling_filter_path": hook, "rollout_batch_size": 2}) as bus:
         await issue(bus, 1, 2)
-        async with running(bus, "filter", run, FilterSpec(custom_filter=hook, hook_values={"reward_key": ""})):
+        async with running(bus, "filter", run, FilterSpec(custom_filter=hook, hooks_within_s=20.0, hook_values={"reward_key": ""})):
             await put(bus, SCORED, *(scored(group, i, float(i + group)) for group in (1, 2) for i in range(2)))
             verdicts = await until(lambda: two_of(bus))
     assert {one.group_id: (one.kept, one.reason) for one in verdicts} == {"g1": (False, "easy"), "g2": (True, "")}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import msgspec
 import pytest
 
@@ -239,23 +242,29 @@ def stumbling(samples) -> str | None:
     """A filter of a user's that cannot take the reward 0.5, and answers with a number for 0.25."""
     if any(s.reward == 0.25 for s in samples):
         return 0  # type: ignore[return-value]
+    if any(s.reward == 0.125 for s in samples):
+        sys.exit()
+    if any(s.reward == 0.75 for s in samples):
+        threading.Event().wait(60)
     if any(s.reward == 0.5 for s in samples):
         raise ZeroDivisionError("no ratio of 0.5")
     return None
 
 
 STUMBLING = {"dynamic_sampling_filter_path": f"{__name__}.stumbling"}
+OWN = FilterSpec(custom_filter=STUMBLING["dynamic_sampling_filter_path"], hooks_within_s=20.0)
 
 
 async def test_a_judge_that_raises_drops_the_group_and_the_rest_goes_on(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name, knobs=STUMBLING) as bus:
-        await issue(bus, 1, 2, 3)
-        async with running(bus, "filter", run, FilterSpec(custom_filter=STUMBLING["dynamic_sampling_filter_path"])):
-            await put(bus, SCORED, *(member(g, i, reward) for g, reward in ((1, 0.5), (3, 0.25), (2, 1.0)) for i in range(N)))
+        await issue(bus, 1, 2, 3, 4)
+        rewards = ((1, 0.5), (3, 0.25), (4, 0.125), (2, 1.0))
+        async with running(bus, "filter", run, OWN):
+            await put(bus, SCORED, *(member(g, i, reward) for g, reward in rewards for i in range(N)))
             await until(lambda: kept(bus))
-            assert [v.reason for v in await messages(bus, VERDICTS)] == ["judge_raised", "judge_raised", ""]
-        [said, _] = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "judge raised"]
-        assert "ZeroDivisionError: no ratio of 0.5" in said.text
+            assert [v.reason for v in await messages(bus, VERDICTS)] == [*["judge_raised"] * 3, ""]
+        [said, _, left] = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "judge raised"]
+        assert "ZeroDivisionError: no ratio of 0.5" in said.text and "HookRaised: SystemExit" in left.text
         await closes(bus)
 
 
@@ -273,7 +282,7 @@ async def test_a_judge_that_always_raises_ends_the_run_with_its_text(redis_url: 
             assert isinstance(ends, RunEnds) and "ZeroDivisionError: no ratio of 0.5" in str(ends)
             context.note = "ended"
 
-        async with running(bus, "filter", body, FilterSpec(custom_filter=STUMBLING["dynamic_sampling_filter_path"])) as context:
+        async with running(bus, "filter", body, OWN) as context:
             await put(bus, SCORED, *(member(g, i, 0.5) for g in groups for i in range(N)))
             await until(lambda: _true(context.note == "ended"))
 
@@ -294,3 +303,25 @@ async def _n(found, n: int) -> bool:
 
 async def _true(value: bool) -> bool:
     return value
+
+
+async def test_a_judge_that_does_not_return_ends_the_run_with_its_name(redis_url: str, run_name: str) -> None:
+    """What it should judge stays pending; meanwhile the room itself goes on, so that nobody takes it for dead."""
+    async with open_bus(redis_url, run_name, knobs=STUMBLING) as bus:
+        await issue(bus, 1)
+
+        async def body(context, spec) -> None:
+            with pytest.raises(ExceptionGroup) as caught:
+                await run(context, spec)
+            ends: BaseException = caught.value
+            while isinstance(ends, ExceptionGroup):
+                [ends] = ends.exceptions
+            context.note = f"{type(ends).__name__}: {ends}"
+
+        own = msgspec.structs.replace(OWN, hooks_within_s=0.3)
+        async with running(bus, "filter", body, own) as context:
+            await put(bus, SCORED, *(member(1, i, 0.75) for i in range(N)))
+            await until(lambda: _true(context.note.startswith("RunEnds")))
+        assert f"RunEnds: --dynamic-sampling-filter-path {__name__}.stumbling did not end within 0.3 s" in context.note
+        assert await bus.length(SCORED) == N
+        await closes(bus)

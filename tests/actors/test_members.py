@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.publisher.members import ASIDE_S, REFUSALS, Members
-from actors.publisher.plan import TRIES, Target, Ways, choose_ways
+from actors.publisher.members import ASIDE_S, REFUSALS, UNHEARD_S, Members
+from actors.publisher.plan import ROOM, TRIES, Target, Ways, choose_ways, in_the_way
 from actors.trainer.transports.nccl import first_ranks
 from bus.messages.active import Seat
 from bus.messages.control import BOOTING, UNLENT, Event, Vitals
@@ -132,6 +132,75 @@ def test_a_worker_that_refuses_files_again_and_again_gets_nothing_for_a_while() 
     assert members.hopeless(1.0) == {"w"} and members.hopeless(1.0 + ASIDE_S) == set()
     members.fold(event("activated"), 2.0)
     assert members.hopeless(2.0) == set()
+
+
+# -- files that are kept ------------------------------------------------------------------------------------------------
+
+
+def takes(version: int, serving: int = 1) -> Vitals:
+    return msgspec.structs.replace(beat(version=serving), takes=version)
+
+
+def ordered(members: Members, *versions: int, now: float) -> None:
+    for version in versions:
+        members.all["w"].order(version, now, fetched=True)
+
+
+def test_what_a_worker_began_to_fetch_is_wanted_until_it_is_done_whatever_it_is_told_meanwhile() -> None:
+    members = Members(timeout_s=1e9)
+    members.fold(beat(), 0.0)
+    ordered(members, 2, now=0.0)
+    for n in range(3, 100):
+        ordered(members, n, now=float(n))
+    assert members.wanted(1000.0) == {2, 99}, "no more than that, however many it was told"
+    assert len(members.all["w"].offered) <= UNHEARD_S
+    members.fold(event("activated", version=2), 1000.0)
+    assert members.wanted(1000.0) == {99}
+    members.fold(event("activated", version=99), 1001.0)
+    assert members.wanted(1001.0) == set()
+
+
+@pytest.mark.parametrize("kind", ["activated", "transport failed"])
+def test_a_worker_may_begin_with_an_order_of_which_a_newer_one_is_on_its_way(kind: str) -> None:
+    """Over a link of half a second, several are."""
+    members = Members(timeout_s=1e9)
+    members.fold(beat(), 0.0)
+    ordered(members, 2, now=0.0)
+    ordered(members, 5, 6, 7, now=100.0)
+    members.fold(event(kind, version=2), 100.1)
+    assert members.wanted(100.1) >= {5, 6, 7}
+    members.fold(takes(5), 100.0 + UNHEARD_S)
+    assert members.wanted(100.0 + UNHEARD_S) == {5}, "it said so"
+    members.fold(takes(-1), 101.0 + UNHEARD_S)
+    assert members.wanted(101.0 + UNHEARD_S) == {5}, "it loads what came"
+    members.fold(takes(-1, serving=5), 102.0 + UNHEARD_S)
+    assert members.wanted(102.0 + UNHEARD_S) == set()
+
+
+def test_a_host_that_vanishes_keeps_no_files() -> None:
+    members = Members(timeout_s=10.0)
+    members.fold(beat(), 0.0)
+    ordered(members, 2, 3, now=0.0)
+    members.fold(takes(2), 0.0)
+    members.expire(10.1)
+    assert members.wanted(10.1) == set()
+    members.fold(takes(2), 60.0)
+    assert members.wanted(60.0) == {2}, "it is back, and still at it"
+
+
+def test_a_host_to_which_nothing_comes_keeps_no_files_longer_than_the_deadline() -> None:
+    members = Members(timeout_s=1e9)
+    members.fold(beat(), 0.0)
+    ordered(members, 2, 3, now=0.0)
+    members.fold(msgspec.structs.replace(takes(2), received=7), 50.0)
+    assert members.overdue(61.0, 60.0) == [] and members.wanted(61.0) == {2, 3}, "it is slow, but it comes"
+    assert members.overdue(111.0, 60.0) == [("w", 3)] and members.wanted(111.0) == set()
+
+
+def test_old_versions_make_room_for_the_next_those_that_nobody_wants_first() -> None:
+    held, each = [3, 4, 6, 7, 8], 10
+    for missing, gone in ((0, []), (1, [4]), (10, [4]), (11, [4, 6]), (21, [4, 6, 7]), (31, [4, 6, 7, 3]), (999, [4, 6, 7, 3])):
+        assert in_the_way(held, {3, 7, 8}, free=ROOM * each - missing, each=each) == gone, "the newest stays"
 
 
 # -- the ways of a version -----------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from actors.recorder.otel import HEADERS, headers, traced
 from actors.recorder.tracker_kinds import TrackerSpec, opens, sources
 from actors.recorder.trackers import PLACES, follow_all
 from actors.recorder.trained import append_trained
-from miles_async.launcher.plan import Place, recorder_spec
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import recorder_spec
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 

@@ -124,7 +124,7 @@ async def test_what_a_policy_leaves_out_resumes_and_what_it_gives_up_is_told(red
     async with open_bus(redis_url, run_name) as bus:
         await listed(bus, 1, 2, 3)
         await put(bus, PARKED, parked(1, 0), parked(2, 0), parked(3, 0))
-        async with running(bus, "partial", run, PartialSpec(buffer_filter=f"{__name__}.drop_first")):
+        async with running(bus, "partial", run, PartialSpec(buffer_filter=f"{__name__}.drop_first", hooks_within_s=20.0)):
             dropped, *rest = await moved(bus, 3)
         assert isinstance(dropped, PrefixDropped) and (dropped.task.group_id, dropped.tokens_made) == ("g1", 2)
         assert [(m.task.group_id, m.response.n_tokens) for m in rest] == [("g2", 2), ("g3", 2)]

@@ -117,7 +117,7 @@ async def test_a_group_shares_its_pictures_until_it_is_closed(redis_url: str, ru
     async with open_bus(redis_url, run_name) as bus:
         async with running(bus, "sampler", run, made) as context:
             async def waits() -> bool:
-                return bool(context.vitals().waits_for)
+                return "news" in context.vitals().waits_for
 
             await until(waits)
             (tmp_path / "late.png").unlink()  # after it was read at the start, before it is issued

@@ -40,6 +40,8 @@ def load(folder: str, *rows: Any, **spec: Any) -> list[Any]:
         ({"prompt": "1", "label": {"a": 1}}, {}, "row 2: the label under 'label' is a dict"),
         ({"prompt": "1", "metadata": "text"}, {}, "row 2: the metadata under 'metadata' is a str"),
         ({"prompt": "1", "metadata": {"n": 1 << 70}}, {}, "row 2: the metadata under 'metadata' cannot be sent"),
+        ({"prompt": "1\ud800"}, {}, "row 2: the prompt under 'prompt' cannot be sent.* surrogates not allowed. Mend the row"),
+        ({"prompt": "1", "label": "\ud800"}, {}, "row 2: the label under 'label' cannot be sent"),
         ({"question": "1"}, {}, r"row 2: it has no key 'prompt' \(it has question\). Set --input-key"),
         ({"prompt": "1", "rm": {}}, {"label_key": "rm.truth"}, "row 2: it has no key 'rm.truth'.*--label-key"),
         ([1, 2], {}, "line 2, is not a JSON object"),
@@ -52,6 +54,14 @@ def test_a_row_that_would_be_read_as_something_else_is_refused(
     with pytest.raises(Refused, match=says) as caught:
         load(tokenizer_dir, first, row, **spec)
     assert "\n" not in str(caught.value) and "rows.jsonl" in str(caught.value)
+
+
+def test_a_line_that_is_nested_too_deeply_is_refused_by_its_number(tmp_path: Path, tokenizer_dir: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    deep = "[" * 100_000 + "]" * 100_000
+    file.write_text('{"prompt": "1"}\n{"prompt": "1", "metadata": {"x": ' + deep + "}}\n")
+    with pytest.raises(Refused, match="line 2, is nested too deeply"):
+        load_prompts(data_of(path=str(file), tokenizer_dir=tokenizer_dir))
 
 
 def test_keys_with_dots_lead_into_a_row(tokenizer_dir: str) -> None:

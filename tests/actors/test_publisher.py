@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.publisher import members as members_module
 from actors.publisher.actor import PublisherSpec, run
 from actors.publisher.plan import next_wave, worth_saying
-from actors.runtime.fetch import pack_parcel
+from actors.runtime.fetch import Fetch, pack_parcel
 from bus import Bus
 from bus.messages.active import Activate, PolicyActive, Send
 from bus.messages.control import BOOTING, Event, Vitals
@@ -45,9 +46,9 @@ async def orders(bus: Bus, at_least: int) -> list[Activate]:
     return found if len(found) >= at_least else []
 
 
-async def told(bus: Bus) -> list[str]:
-    """Texts of late activations."""
-    return [m.text for m in await messages(bus, EVENTS) if isinstance(m, Event) and m.kind == "activation late"]
+async def told(bus: Bus, kind: str = "activation late") -> list[str]:
+    """Texts of such events."""
+    return [m.text for m in await messages(bus, EVENTS) if isinstance(m, Event) and m.kind == kind]
 
 
 async def served(bus: Bus, serving: dict[str, int]) -> list[Any]:
@@ -149,6 +150,62 @@ async def test_who_sees_another_memory_is_told_where_to_fetch_the_files_host_by_
                 await put(bus, EVENTS, msgspec.structs.replace(far[2], received=received))
             assert not await told(bus)
             await until(lambda: told(bus))
+
+
+async def test_a_host_finds_what_it_began_to_fetch_however_many_versions_follow(
+    redis_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members_module, "UNHEARD_S", 0.0)  # what it may begin with is another test's
+    for number in range(1, 13):
+        folder = version_dir(tmp_path, number)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(f"weights {number}".encode())
+    far = [msgspec.structs.replace(says(n), memory=n, depot=f"http://{n}:1") for n in "bc"]
+    async with open_bus(redis_url, run_name) as bus:
+        async with publishing(bus, weights_token="t", weights_dir=str(tmp_path), keep_versions=2):
+            await put(bus, EVENTS, says("near"), *far)
+            for number in range(1, 11):
+                await put(bus, POLICY, announced(number, version_dir(tmp_path, number)))
+                await until(lambda n=number: orders(bus, 3 * n))
+            first = next(order for order in await orders(bus, 30) if order.parcel)
+            url = first.sources[-1].replace("//:", "//127.0.0.1:")
+            fetch = Fetch(first.parcel, tmp_path / "here", [url], token="t", deadline_s=10.0, came=lambda _: None)
+            await asyncio.to_thread(fetch.run)
+            assert (tmp_path / "here" / "model.safetensors").read_bytes() == b"weights 1"
+            assert [n for n in range(1, 11) if version_dir(tmp_path, n).exists()] == [1, 9, 10]
+            await put(bus, EVENTS, activated("near", 10), activated("b", 1))
+            await put(bus, EVENTS, Event(actor="c", kind="transport failed", text="", wall=time.time(), data={"version": 1}))
+            await put(bus, POLICY, announced(11, version_dir(tmp_path, 11)))
+            await until(lambda: _is_gone(version_dir(tmp_path, 9)))
+            await put(bus, EVENTS, activated("b", 10), activated("c", 10))  # what they had been told last
+            await put(bus, POLICY, announced(12, version_dir(tmp_path, 12)))
+            await until(lambda: _is_gone(version_dir(tmp_path, 1)))
+            assert [n for n in range(1, 13) if version_dir(tmp_path, n).exists()] == [10, 11, 12]
+
+
+async def test_what_hosts_may_still_be_fetching_is_given_up_before_the_trainer_has_no_room(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """A trainer that cannot write a version ends."""
+    far = msgspec.structs.replace(says("b"), memory="b", takes=1)
+    async with open_bus(redis_url, run_name) as bus, publishing(bus, weights_token="t", weights_dir=str(tmp_path)):
+        await put(bus, EVENTS, far)
+        for number, n_bytes in ((1, 10), (2, 10), (3, 1 << 60)):  # so much has no disk
+            folder = version_dir(tmp_path, number)
+            folder.mkdir()
+            (folder / "model.safetensors").write_bytes(f"weights {number}".encode())
+            manifest = WeightManifest(path=str(folder), n_bytes=n_bytes)
+            await put(bus, POLICY, PolicyAnnounced(version=PolicyVersion(number, number), manifest=manifest))
+            await until(lambda n=number: orders(bus, n))
+        await until(lambda: _is_gone(version_dir(tmp_path, 1)))
+        assert [n for n in (1, 2, 3) if version_dir(tmp_path, n).exists()] == [3], "the newest is never deleted"
+
+        texts = await until(lambda: told(bus, "no room for old versions"))
+        assert "version 1 is deleted although b may be fetching it" in texts[-1]
+
+
+async def _is_gone(folder: Path) -> bool:
+    return not folder.exists()
 
 
 async def test_damaged_files_are_written_anew_before_anybody_fetches_them(
@@ -317,7 +374,9 @@ async def test_weights_of_the_run_are_deleted_when_nobody_needs_them_and_those_o
 
         await until(swept)
         left = [number for number in range(2, 7) if version_dir(ours, number).exists()]
-        assert left == [3, 5, 6] and users.exists(), "one is served, two are the newest"
+        assert left == [5, 6] and users.exists(), "one that is served is loaded by nobody any more"
+        await put(bus, EVENTS, says("b", 3))
+        await until(lambda: served(bus, {"a": 3, "b": 3}))
 
 
 async def test_a_version_that_the_trainer_sends_goes_to_all_together(redis_url: str, run_name: str) -> None:

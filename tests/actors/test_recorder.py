@@ -8,11 +8,11 @@ import pytest
 
 from actors.recorder import samples, trained
 from actors.recorder.actor import Recorder, RecorderSpec, _living
-from actors.recorder.file import FILE, MetricsBusy, MetricsFile, read_records
+from actors.recorder.file import FILE, MetricsBusy, MetricsFile, newest_entries, read_records
 from actors.recorder.history import history_of
 from actors.recorder.records import records_of
 from actors.recorder.samples import read_samples
-from actors.recorder.trained import append_trained, last_trained, lines_with
+from actors.recorder.trained import append_trained, last_trained, lines_with, newest_with
 from actors.runtime.context import Context
 from actors.runtime.readable import TEXT_LIMIT, bounded
 from bus import Bus, Entry, Out
@@ -231,7 +231,17 @@ def test_lines_of_trained_samples_are_found_by_what_they_hold_and_a_cut_one_spoi
     assert [one["entry"] for one in last_trained(tmp_path)] == ["trained@5-0"]
     append_trained(tmp_path, [line(7)])
     asked = [b'"g0000003/0"', b'"g0000007/0"', b'"g0000009/0"', b"@7-0"]
-    assert list(lines_with(tmp_path / trained.FILE, asked)) == [line(3), line(7)]
+    for block in (1, 50, 1 << 20):  # a line may reach over several blocks
+        monkeypatch.setattr(trained, "BLOCK", block)
+        assert list(lines_with(tmp_path / trained.FILE, asked)) == [line(3), line(7)], block
+        for enough, found in ((1, [line(7)]), (2, [line(4), line(7)]), (9, [*map(line, range(5)), line(7)])):
+            got = newest_with(tmp_path / trained.FILE, b'","sample":"g000000', enough)
+            assert got[-len(found) :] == found and (block > 50 or len(got) == len(found)), (block, enough)
+    assert newest_entries(tmp_path / trained.FILE) == {"trained": "7-0"} and newest_entries(tmp_path / "none") == {}
+    with (tmp_path / trained.FILE).open("ab") as file:
+        file.write(b'{"kind":"drop","entry":"verdicts@9-1"}\n{"kind":"trained","entry":"trained@11-0"')  # a line that is not whole
+    assert newest_entries(tmp_path / trained.FILE) == {"trained": "7-0", "verdicts": "9-1"}
+    assert last_trained(tmp_path) == [line(7)]
     monkeypatch.setattr(trained, "MOST_BYTES", 100)
     append_trained(tmp_path, [line(8)])
     assert [*lines_with(tmp_path / trained.OLDER, asked)] == [line(3), line(7)]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from actors.reward.actor import dead, run
 from actors.reward.spec import RewardSpec
 from actors.runtime.context import Context
-from actors.runtime.run import Refused
+from actors.runtime.run import EXIT_DRAINED, Refused
 from bus import Bus, Entry, Out
 from bus.messages.base import pack_ints, unpack_floats, unpack_ints
 from bus.messages.samples import Episode, Response, RolloutDone, RolloutLost, Scored
@@ -372,7 +372,7 @@ async def test_a_killed_reward_process_leaves_no_verifier_and_loses_no_sample(
             out = await scored_and_lost(bus, 2)
             assert out["g1/0"].reward == 2.0 and out["g1/1"].reward == 0.5
             second.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(second.wait(), 20.0) == 0
+            assert await asyncio.wait_for(second.wait(), 20.0) == EXIT_DRAINED
         finally:
             if second.returncode is None:
                 second.kill()

@@ -32,6 +32,10 @@ class Number:
     def __float__(self):
         return 0.25
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
 def hook(sample):
     print("hooks may print")
     what = sample["response"]
@@ -39,6 +43,10 @@ def hook(sample):
         raise ValueError("no such\\nanswer")
     if what == "exit":
         sys.exit(3)
+    if what in ("interrupt", "half", "mute"):
+        raise {"interrupt": KeyboardInterrupt(), "half": ValueError(chr(0xd800) + " is no text"), "mute": Mute()}[what]
+    if what == "half table":
+        return {chr(0xd800): 1.0, "score": chr(0xdfff)}
     if what == "crash":
         os.abort()
     if what == "hang":
@@ -156,13 +164,18 @@ async def test_a_hook_gets_the_sample_and_answers_in_numbers(sync_hook: str) -> 
 
 async def test_what_a_hook_raises_comes_back_in_one_line_with_its_place(sync_hook: str) -> None:
     async with pool(sync_hook) as verifiers:
-        with pytest.raises(
-            ScorerFailed, match=r"on g1/0 raised ValueError: no such answer at sync_hook.py:14"
-        ) as caught:
+        with pytest.raises(ScorerFailed, match=r"on g1/0 raised ValueError: no such answer at sync_hook.py:18") as caught:
             await verifiers.score(sample("raise"), 10.0)
         assert "Traceback" in caught.value.__notes__[0]
-        with pytest.raises(ScorerFailed, match="raised SystemExit: 3"):
-            await verifiers.score(sample("exit"), 10.0)
+        for what, said in (
+            ("exit", "SystemExit: 3"),
+            ("interrupt", "KeyboardInterrupt"),
+            ("half", r"ValueError: \\ud800 is no text"),
+            ("mute", "Mute: its text cannot be made"),
+        ):
+            with pytest.raises(ScorerFailed, match=f"raised {said}"):
+                await verifiers.score(sample(what), 10.0)
+        assert await verifiers.score(sample("half table"), 10.0) == {r"\ud800": 1.0, "score": r"\udfff"}
         pids = pids_of(verifiers)
         assert await verifiers.score(sample("ok"), 10.0) == 2.0
         assert pids_of(verifiers) == pids

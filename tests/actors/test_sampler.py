@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from actors.runtime.prompts import DataSpec
+from actors.runtime import prompts
+from actors.runtime.prompts import DataSpec, load_prompts
 from actors.runtime.run import RunEnds
 from actors.sampler.actor import SamplerSpec, run
 from actors.sampler.progress import Progress
 from bus import Commit, Reader
 from bus.messages.active import PolicyActive
+from bus.messages.control import CREDITS, ENGINE_SLOTS
 from bus.messages.groups import GroupVerdict, OpenGroup
 from bus.messages.policy import Checkpointed, GroupsGivenUp, StepDone
 from bus.messages.versions import PolicyVersion
-from bus.topology import ACTIVE, POLICY, PROMPTS, VERDICTS
+from bus.topology import ACTIVE, EVENTS, POLICY, PROMPTS, VERDICTS
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import data_of, room_of
 
@@ -56,9 +59,10 @@ async def test_admission_stops_at_the_bound_and_goes_on_when_a_version_is_active
     redis_url: str, run_name: str, data: DataSpec
 ) -> None:
     async with open_bus(redis_url, run_name, knobs={"over_sampling_batch_size": 64}) as bus:
-        async with running(bus, "sampler", run, spec(data)):
+        async with running(bus, "sampler", run, spec(data)) as context:
             await activate(bus, 0)
             await until(lambda: _length(bus, 8))  # (1 + 1) * 2 groups of 2
+            await until(lambda: _says(context, CREDITS))
             done = StepDone(
                 step=1,
                 version=PolicyVersion(2, 1),
@@ -106,6 +110,42 @@ async def test_a_restart_continues_the_epoch_without_gap_or_repetition(
         assert sorted(first_epoch) == sorted(f"p{i}" for i in range(10))
         assert len({t.sample_id for t in tasks}) == len(tasks)
         assert len({t.sampling.seed for t in tasks}) == len(tasks)
+
+
+async def test_prompts_that_changed_since_the_last_start_are_told(redis_url: str, run_name: str, data: DataSpec) -> None:
+    async def told() -> list[str]:
+        return [e.text for e in await messages(bus, EVENTS) if getattr(e, "kind", "") == "prompts changed"]
+
+    async with open_bus(redis_url, run_name) as bus:
+        await activate(bus, 0)
+        for _ in range(2):
+            async with running(bus, "sampler", run, spec(data)):
+                await until(lambda: _length(bus, 6))
+        assert not await told()
+        rows = Path(data.path).read_text().splitlines()
+        Path(data.path).write_text("\n".join(rows[:4]))
+        async with running(bus, "sampler", run, spec(data)):
+            await until(told)
+        async with running(bus, "sampler", run, spec(data)) as context:
+            await until(lambda: _waits(context))
+        assert await told() == [f"{data.path} has 4 prompts, and not the 10 that the run had; it goes on at its place among them"]
+
+
+async def test_while_prompts_are_read_the_sampler_is_heard_of_and_says_what_it_waits_for(
+    redis_url: str, run_name: str, data: DataSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data source of the user's may take long; one that never returns would make an actor that nobody has heard of."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(prompts, "load_prompts", lambda *_: goes_on.wait(60) and load_prompts(data))
+    async with open_bus(redis_url, run_name) as bus:
+        await activate(bus, 0)
+        async with running(bus, "sampler", run, spec(data)) as context:
+            await until(lambda: _says(context, f"the prompts of {data.path} to be read"))
+            goes_on.set()
+            await until(lambda: _length(bus, 6))
+        goes_on.clear()
+        async with running(bus, "sampler", run, spec(data)) as context:
+            await until(lambda: _says(context, f"the prompts of {data.path} to be read"))
 
 
 async def test_given_up_prompts_start_again_once(redis_url: str, run_name: str, data: DataSpec) -> None:
@@ -166,7 +206,7 @@ async def test_prompts_are_issued_as_engine_slots_come_free(redis_url: str, run_
             serving = PolicyActive(version=PolicyVersion(1, 0), serving={"a": 1, "b": 1, "c": -1}, slots={"b": 6})
             await put(bus, ACTIVE, serving)
             await until(lambda: _length(bus, 14))  # 4 + 6 slots, and two groups of 2 that lie ready
-            await until(lambda: _waits(context))
+            await until(lambda: _says(context, ENGINE_SLOTS))
             assert await bus.length(PROMPTS) == 14, "84 samples may be open, but no engine could begin them"
             [first, second] = (await bus.scan_all(PROMPTS))[:2]
             reader = Reader(bus, [PROMPTS], "generation", "a")
@@ -201,6 +241,10 @@ async def _length(bus, n: int) -> bool:
 
 async def _is_open(bus, group_id: str) -> bool:
     return group_id in await bus.hash_of(bus.keys.open_groups)
+
+
+async def _says(context, what: str) -> bool:
+    return context.vitals().waits_for == what
 
 
 async def _waits(context) -> bool:

@@ -43,6 +43,13 @@ KERNEL = "ModuleNotFoundError: No module named 'sgl_kernel.flash_attn'\nReceived
 MODEL = (
     "OSError: /models/nothing does not appear to have a file named config.json. Checkout the hub for available files."
 )
+UNEQUAL = """\
+[TP1] Failed to load generation config for /m: /m does not appear to have a file named generation_config.json. Proceeding without.
+  File "sglang/srt/model_executor/model_runner.py", line 1316, in init_torch_distributed
+    raise RuntimeError(msg)
+RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. pre_model_load_memory=68.5
+
+Received sigquit from a child process. It usually means the child failed."""
 ASSERTION = """\
 Traceback (most recent call last):
   File "sglang/srt/server_args.py", line 4401, in __post_init__
@@ -76,6 +83,7 @@ def test_a_log_and_an_exit_status_tell_the_kind(log: str, exit_code: int, kind: 
 def test_the_cause_is_the_line_that_tells() -> None:
     assert classify(CUSTOM_ALL_REDUCE, exit_code=-9).cause.startswith("RuntimeError: Runtime check failed")
     assert classify(BAD_FLAG, exit_code=2).cause.endswith("--mem-fractoin-static 0.5")
+    assert str(classify(UNEQUAL, exit_code=-9)).startswith("unknown (signal 9): RuntimeError: The memory capacity is unbalanced")
     assert classify(ASSERTION, exit_code=1).cause.startswith("AssertionError: tp_size 3")
     assert str(classify("Segmentation fault", exit_code=-11)) == "unknown (signal 11): Segmentation fault"
     assert classify("loading shards", exit_code=None, timed_out=True).kind == "timeout"

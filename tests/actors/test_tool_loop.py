@@ -18,7 +18,7 @@ from actors.generation.rollouts.session import Trajectory
 from actors.runtime.chat import Chat
 from actors.runtime.tools import Toolbox
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.plan import Place
+from miles_async.launcher.place import Place
 from miles_async.quickstart.steps import CALL, CALLED, STEPS
 from miles_async.quickstart.task import EOS_ID
 from miles_async.quickstart.tokenizer import save_tokenizer

@@ -23,7 +23,8 @@ from actors.recorder.tracker_kinds import TrackerSpec, opens
 from actors.recorder.trackers import PLACES, follow_all
 from actors.runtime.snapshot import read_snapshot
 from bus import Bus
-from miles_async.launcher.plan import Place, recorder_spec
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import recorder_spec
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 from tests.crash.house import REPO

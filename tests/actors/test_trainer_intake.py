@@ -37,6 +37,8 @@ async def test_of_an_entry_that_a_checkpoint_holds_in_part_the_rest_is_trained(r
         await arrive(bus, group, kept(2, 0, 1, 2))
         await take_all(trainer)
         assert trainer.intake.n_ready == 5 and trainer.intake.ready["g1"].left == (1, 2)
+        [said] = [m for m in await messages(bus, POLICY) if isinstance(m, GroupsGivenUp)]
+        assert said.samples == ("g1/0",) and not said.reissue, "its credit is free before the rest is trained"
         trainer.step = 1
         assert await trainer.train() == ("g1/1", "g1/2", "g2/0")
         await trainer.intake.acknowledge(2, None)

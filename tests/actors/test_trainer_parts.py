@@ -17,7 +17,8 @@ from actors.trainer.batches import Batch, Batches, sample_ids
 from actors.trainer.checkpoint import whole_again
 from actors.trainer.convert import to_samples
 from actors.trainer.intake import Intake
-from actors.trainer.record import RecordedBatch, batch_of, read_record, write_record
+from actors.trainer.record import RecordedBatch, read_record, write_record
+from actors.trainer.replay import batch_of
 from bus import Commit, Guard
 from bus.knobs.live import LiveKnobs, propose
 from bus.ledger import check, read_accounts

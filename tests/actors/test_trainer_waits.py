@@ -65,6 +65,26 @@ async def test_what_is_under_way_is_waited_for_as_long_as_anything_comes(redis_u
         assert len(waits) == 2, "an entry came in the first wait: it is waited for anew"
 
 
+async def test_a_trainer_that_looks_again_in_vain_says_all_along_what_it_waits_for(
+    redis_url: str, run_name: str
+) -> None:
+    async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
+        said: list[str] = []
+
+        async def check() -> None:
+            said.append(trainer.context.vitals().waits_for)
+            if len(said) == 3:
+                await arrive(bus, kept(1, 0, 1, 2), turned=0)
+
+        async def idle() -> None:
+            said.append(trainer.context.vitals().waits_for)
+
+        assert await trainer.batches.next(trainer.version, check=check, idle=idle) is not None
+        assert said[:2] == ["", ""], "the first look"
+        assert {what.partition(" of step")[2] for what in said[2:]} == {" 1 on groups"}, said
+        assert trainer.context.vitals().waits_for == "", "it has its batch"
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["behind a restored checkpoint", "in a running one"])
 async def test_finished_samples_that_wait_past_the_bound_are_told(redis_url: str, run_name: str, first: bool) -> None:
     async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:

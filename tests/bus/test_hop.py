@@ -117,6 +117,9 @@ def test_what_refuses_a_write_inside_a_script_is_known_in_the_words_of_redis_6_2
     words = f"Error running script (call to f_{'0a' * 20}): @user_script:110: @user_script: 110: "
     error = ResponseError(f"{words}-{code} command not allowed when used memory > 'maxmemory'.")
     assert refuses_writes(error) and isinstance(translate(error, "h"), BusFull)
+    assert ("Free its disk" in str(translate(error, "h"))) == (code == "MISCONF")
+    other = translate(ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"), "h")
+    assert isinstance(other, InvariantBroken) and "Another program writes there" in str(other)
     mistake = ResponseError(f"{words}attempt to index a nil value near -OOM")
     assert not refuses_writes(mistake) and isinstance(translate(mistake, "h"), InvariantBroken)
 

@@ -45,6 +45,27 @@ async def test_a_refusal_comes_back_in_its_place(redis_url, run_name):
     await wire.close()
 
 
+class ClosedUnderneath:
+    """A transport as uvloop leaves it where the network went away: it does not say that it is closing."""
+
+    def is_closing(self) -> bool:
+        return False
+
+    def writelines(self, parts: list[bytes]) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+
+async def test_a_transport_that_the_network_closed_underneath_is_a_lost_connection(redis_url):
+    wire = Wire(redis_url)
+    await wire.call("PING")
+    assert wire._line is not None
+    wire._line.transport = ClosedUnderneath()
+    with pytest.raises(ConnectionError, match="the handler is closed"):
+        await wire.call("PING")
+    assert await wire.call("ECHO", "again") == b"again"
+    await wire.close()
+
+
 async def test_after_a_cancelled_exchange_replies_answer_the_right_question(redis_url, run_name):
     wire = Wire(redis_url)
     await wire.call("PING")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -15,6 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from ray._common.usage.usage_constants import CLUSTER_METADATA_KEY
+from ray._common.usage.usage_lib import get_cluster_metadata
+from ray._private.ray_constants import KV_NAMESPACE_CLUSTER
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
 from actors.runtime.child import free_port
@@ -255,6 +260,23 @@ def test_a_cluster_that_wants_another_token_says_so_in_one_line_to_a_run_and_to_
         finally:
             process.terminate()
             process.wait(30)
+
+
+def test_a_head_of_another_ray_is_named_before_a_model_is_made(tmp_path: Path) -> None:
+    head = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        gcs = GcsClient(address=head.address)
+        told = json.dumps(get_cluster_metadata(gcs) | {"ray_version": "2.0.0"}).encode()
+        gcs.internal_kv_put(CLUSTER_METADATA_KEY, told, True, KV_NAMESPACE_CLUSTER)
+        words = [sys.executable, "-m", "miles_async", "train", "configs/quickstart.toml", "--runs-dir", str(tmp_path)]
+        words += ["--launcher", "ray", "--ray-address", head.address, "--bus-url", "redis://127.0.0.1:1", "--console", "none"]
+        done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+        refusal = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
+        assert done.returncode == 2 and len(refusal) == 1, done.stderr
+        assert "cannot be joined: Version mismatch: The cluster was started with: Ray: 2.0.0" in refusal[0]
+        assert not (tmp_path / ".models").exists()
+    finally:
+        head.shutdown()
 
 
 def listens(port: int) -> bool:

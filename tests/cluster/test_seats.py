@@ -16,7 +16,8 @@ from ray.cluster_utils import Cluster
 from actors.runtime.context import ActorSpec
 from bus import BusConfig
 from miles_async.launcher.engines import generation_spec
-from miles_async.launcher.plan import Place, actor_spec
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import actor_spec
 from miles_async.launcher.ray_placer import RayPlacer
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from

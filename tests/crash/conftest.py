@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.crash.house import Run, Tables, toy_tables
-from tests.crash.toy import make_toy
+from tests.crash.toy import make_toy, shared_toy
 
 HERE = Path(__file__).parent
 Launch = Callable[..., Run]
@@ -77,8 +77,11 @@ def keep(runs: Sequence[Run], name: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def toy() -> Iterator[Path]:
-    """Model and prompts, made once per session."""
+def toy(warm: Path | None) -> Iterator[Path]:
+    """Model and prompts, made once for all workers of a session; nobody writes there."""
+    if warm is not None:
+        yield shared_toy(warm.parent)
+        return
     with TemporaryDirectory(prefix="ma-toy-") as directory:
         yield make_toy(Path(directory) / "toy")
 

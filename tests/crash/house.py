@@ -24,6 +24,7 @@ from typing import IO, Any
 import msgspec
 import psutil
 
+from actors.runtime.priority import COMPUTE_NICE
 from bus import Bus, BusConfig, Entry
 from bus.server import EmbeddedRedis
 from bus.topology import POLICY
@@ -97,6 +98,11 @@ def usual() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": FOUND}
 
 
+UNLOWERED = ("nice", "-n", str(COMPUTE_NICE))
+"""Before a command: who is as low as that already does not lower its session. As runs that are forked from tests/warm, these do not
+stand behind all that computes beside them."""
+
+
 class NoServer:
     """Redis is somebody else's to stop."""
 
@@ -106,6 +112,8 @@ class NoServer:
 class Run:
     """`<directory>/runs/<name>`. `start` may be called again: that is a rerun of the command. `warm`: socket of a process that has
     loaded what fork servers load (tests/warm); a start with `wrap` does without."""
+
+    like: int | None = None  # a process on whose host it is started (tests/hosts)
 
     def __init__(self, directory: Path, tables: Tables, warm: Path | None = None, name: str = "r") -> None:
         self.home, self._warm = directory, warm
@@ -146,13 +154,20 @@ class Run:
         self, wrap: Sequence[str], words: Sequence[str], env: Mapping[str, str], stdout: IO[Any], stderr: IO[Any]
     ) -> subprocess.Popen[bytes] | Warmed:
         if self._warm is not None and not wrap:
-            return Warmed(self._warm, ["miles_async", *words], env=env, cwd=self.home, stdout=stdout, stderr=stderr)
+            words = ["miles_async", *words]
+            return Warmed(self._warm, words, env=env, cwd=self.home, stdout=stdout, stderr=stderr, like=self.like)
         command = [*wrap, sys.executable, "-m", "miles_async", *words]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, cwd=self.home)
 
     def environment(self) -> dict[str, str]:
         """Of a process of ours beside the run, whose engine is to be warm."""
         return usual() if self._warm is None else warmed(self._warm, usual())
+
+    def beside(self, *words: str, log: str) -> subprocess.Popen[bytes] | Warmed:
+        """Another miles-async command meanwhile, in the run's home, with its runs; what it prints is added to that file there."""
+        with (self.home / log).open("ab") as out:
+            words = (*words, "--runs-dir", str(self.dir.parent))
+            return self._started((), words, {**usual(), "PYTHONUNBUFFERED": "1"}, out, out)
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Another miles-async command, in the run's home, with its runs."""

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +19,7 @@ from bus.knobs.live import propose, read_history, values_at
 from bus.topology import PREFIXES, PROMPTS
 from tests.actors.garbage import garbage
 from tests.crash.house import Run
+from tests.warm.launched import Warmed
 
 ACTORS = ("trainer", "sampler", "filter", "partial", "publisher", "evaluator", "reward-0")
 KNOBS: dict[str, tuple[Any, ...]] = {
@@ -71,7 +71,7 @@ class Mischief:
         self.random = random.Random(seed)
         self.done: list[Disturbance] = []
         self.faults: list[str] = []
-        self.guests: dict[str, subprocess.Popen[bytes]] = {}
+        self.guests: dict[str, subprocess.Popen[bytes] | Warmed] = {}
         self.planted: list[tuple[str, str]] = []  # garbage: stream, entry
         self._joined, self._guests = 0, guests
 
@@ -120,7 +120,8 @@ class Mischief:
         return Disturbance("kill worker", name, wall, samples=samples, tokens=samples * per_sample)
 
     async def _kill_actor(self, bus: Bus) -> Disturbance | None:
-        return self._kill(self.random.choice(ACTORS[1:]), "kill actor")
+        name, number = self.random.choice(ACTORS[1:]), self.random.choice((signal.SIGKILL, signal.SIGTERM))
+        return Disturbance("kill actor", f"{name}, {number.name}", time.time()) if self._signal(name, number) else None
 
     async def _kill_trainer(self, bus: Bus) -> Disturbance | None:
         return self._kill("trainer", "kill trainer")
@@ -214,16 +215,6 @@ class Mischief:
         return Disturbance("bad content", f"{len(ids)} entries on {stream.name}", wall)
 
 
-def join(run: Run, name: str) -> subprocess.Popen[bytes]:
+def join(run: Run, name: str) -> subprocess.Popen[bytes] | Warmed:
     """`miles-async worker` beside the run."""
-    with (run.home / f"{name}.log").open("ab") as log:
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-m", "miles_async", "worker", "--name", name),
-                *("--run", run.dir.name, "--runs-dir", str(run.dir.parent)),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=run.environment(),
-        )
+    return run.beside("worker", "--name", name, "--run", run.dir.name, log=f"{name}.log")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from bus.topology import POLICY
 from tests.crash.conftest import Launch
-from tests.crash.house import REPO, Run, Tables, merged, until
+from tests.crash.house import Run, Tables, merged, until
 from tests.crash.judge import judge
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
@@ -52,6 +51,7 @@ def go_on(run: Run, steps: int = 5) -> None:
     until(f"step {wanted}", lambda: run.step() >= wanted)
 
 
+@pytest.mark.takes(30)
 def test_a_closed_terminal_ends_the_view_and_a_killed_launcher_the_restarts_and_neither_the_run(run_of: Launch) -> None:
     """First SIGHUP, then SIGKILL; then stop ends the actors, and the same command goes on."""
     run = run_of(merged(LONG, {"launch": {"console": "plain"}}))
@@ -92,19 +92,22 @@ def test_a_closed_terminal_ends_the_view_and_a_killed_launcher_the_restarts_and_
     judge(run, steps=last + 2)
 
 
+ENDED = re.compile(r"run r (is not running|has finished)")
+
+
 def assert_ended_run_can_be_asked(run: Run) -> None:
     """All that look at a run look at an ended one too, and change nothing of what it left."""
     before = contents(run.dir / "redis")
     status = run.command("status")
     assert status.returncode == 0 and "trainer" in status.stdout, status.stderr
-    assert "not running" in status.stderr and status.stderr.count("\n") == 1
+    assert ENDED.search(status.stderr) and status.stderr.count("\n") == 1
     assert run.command("ledger", "--check").returncode == 0
     assert "initial values" in run.command("tune", "--log").stdout
     assert "no dead letters" in run.command("bus", "dead", "list").stdout
     assert "trained in step 1" in run.command("trace", first_group(run)).stdout
     assert run.command("report").returncode == 0
     refused = run.command("tune", "lr=1e-4")
-    assert refused.returncode == 2 and "is not running" in refused.stderr
+    assert refused.returncode == 2 and ENDED.search(refused.stderr)
     assert contents(run.dir / "redis") == before
 
 
@@ -119,18 +122,13 @@ def contents(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.takes(60)
 def test_a_view_from_elsewhere_shows_the_run_to_its_end(run_of: Launch) -> None:
     run = run_of({"rollout": {"num_rollout": 12}})
     run.start(fault="trainer:before_step:2:STOP")  # it goes on when there is somebody who looks
     run.until("the trainer to stop", lambda: run.struck)
-    words = ("top", "r", "--plain", "--runs-dir", str(run.dir.parent))
     file = run.home / "view.log"
-    with file.open("w") as log:
-        view = subprocess.Popen(
-            [sys.executable, "-m", "miles_async", *words],
-            env={**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"},
-            stdout=log,
-        )
+    view = run.beside("top", "r", "--plain", log=file.name)
     try:
         run.until("the view to show something", lambda: bool(file.read_text()))  # that the trainer is stopped
         run.kill("trainer", signal.SIGCONT)

@@ -15,7 +15,7 @@ from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.doctor.finding import Finding
 from miles_async.console.scene import read_scene
 from tests.crash.conftest import Launch
-from tests.crash.house import Run, until
+from tests.crash.house import Run, merged, until
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -25,6 +25,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ckpt": {"save_interval": 5, "keep_last": 3},
     "launch": {"restart_budget": 100},
 }
+# Each answer waits for its environment most of the time: who is looked at for minutes shall not take the processors meanwhile.
+CALM = merged(SETTINGS, {"rollout": {"custom_generate_function_path": "tests.crash.episode.slow"}})
 HEALTHY_S, MINUTE_S = 30.0, 60.0
 
 
@@ -65,15 +67,16 @@ def command(run: Run, *words: Any) -> Any:
 
 
 @pytest.fixture
-def run(run_of: Launch) -> Run:
+def run(run_of: Launch, request: pytest.FixtureRequest) -> Run:
     """At work, and well."""
-    run = run_of(SETTINGS)
+    run = run_of(getattr(request, "param", SETTINGS))
     run.start()
     run.until_step(3)
     well(run)
     return run
 
 
+@pytest.mark.takes(40)
 def test_nothing_is_said_of_a_healthy_run(run: Run) -> None:
     end, looks = time.monotonic() + HEALTHY_S, 0
     while time.monotonic() < end:
@@ -82,6 +85,8 @@ def test_nothing_is_said_of_a_healthy_run(run: Run) -> None:
     print(f"{looks} looks")
 
 
+@pytest.mark.takes(70)
+@pytest.mark.parametrize("run", [CALM], ids=[""], indirect=True)
 def test_what_stands_still_is_named(run: Run) -> None:
     for actor in ("generation-1", "filter", "trainer"):
         pid = run.pid(actor)

@@ -20,6 +20,7 @@ def house() -> Iterator[Failover]:
 
 
 @pytest.mark.parametrize("how", ["killed", "moved", "killed when its replica was two steps behind"])
+@pytest.mark.takes(40)
 def test_another_server_becomes_the_primary(how: str, run_of: Launch, house: Failover) -> None:
     """What the successor had not heard is done again: by the rooms, or, of steps, by the trainer from its checkpoint. A move by
     SENTINEL FAILOVER loses too: the old primary takes writes for seconds after its successor was chosen."""

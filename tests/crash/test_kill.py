@@ -79,7 +79,7 @@ IN_PARTS_POINTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _cases(table: dict[str, tuple[Any, ...]], fast: str = "") -> list[Any]:
+def cases(table: dict[str, tuple[Any, ...]], fast: str = "") -> list[Any]:
     """Each run of a table, and as variants each point of those with several, alone. `fast`: one that every run of the tests has."""
     cases = []
     for name, (*settings, points) in table.items():
@@ -104,7 +104,7 @@ def longer(settings: Tables, points: Sequence[str]) -> Tables:
 EVALUATOR = {"evaluator": (("evaluator:collecting:7", "evaluator:after_commit:1", "evaluator:before_issue:2"),)}
 
 
-@pytest.mark.parametrize("points", _cases(EVALUATOR))
+@pytest.mark.parametrize("points", cases(EVALUATOR))
 def test_evaluator_killed_at(points: tuple[str, ...], run_of: Launch, toy: Path) -> None:
     run = run_of(longer(evaluating(toy), points))
     killed(run, points)
@@ -120,6 +120,8 @@ def test_killed_and_stopped_at_one_place_after_the_other(run_of: Launch) -> None
     run.start(fault=",".join([f"{STOPPED}:STOP", *(f"{point}:KILL" for point in FAST)]))
     until(f"the stop at {STOPPED}", lambda: f"{STOPPED}:STOP" not in run.to_come)
     zombie = run.pid("generation-0")
+    for actor in ("publisher", "reward-0", "filter"):  # asked politely, each ends as if its work were done
+        run.kill(actor, signal.SIGTERM)
     outlast_a_lease()
     os.kill(zombie, signal.SIGCONT)
     run.finish()
@@ -127,14 +129,14 @@ def test_killed_and_stopped_at_one_place_after_the_other(run_of: Launch) -> None
     judge(run)
 
 
-@pytest.mark.parametrize(("settings", "points"), _cases(POINTS))
+@pytest.mark.parametrize(("settings", "points"), cases(POINTS))
 def test_killed_at(settings: Tables, points: tuple[str, ...], run_of: Launch) -> None:
     run = run_of(longer(settings, points))
     killed(run, points)
     judge(run)
 
 
-@pytest.mark.parametrize("points", _cases({name: (points,) for name, points in IN_PARTS_POINTS.items()}))
+@pytest.mark.parametrize("points", cases({name: (points,) for name, points in IN_PARTS_POINTS.items()}))
 def test_killed_while_groups_are_trained_in_parts(points: tuple[str, ...], run_of: Launch) -> None:
     run = run_of(longer(IN_PARTS, points))
     killed(run, points)
@@ -142,7 +144,7 @@ def test_killed_while_groups_are_trained_in_parts(points: tuple[str, ...], run_o
     assert any(verdict.members for verdict in facts.verdicts), "no group left in parts"
 
 
-@pytest.mark.parametrize(("program", "settings", "points"), _cases(EPISODES, fast="turns"))
+@pytest.mark.parametrize(("program", "settings", "points"), cases(EPISODES, fast="turns"))
 def test_killed_in_mid_episode(program: str, settings: Tables, points: tuple[str, ...], run_of: Launch) -> None:
     path = {"rollout": {"custom_generate_function_path": f"tests.crash.episode.{program}"}}
     run = run_of(merged(longer(settings, points), path))

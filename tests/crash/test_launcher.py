@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.crash.conftest import Launch
-from tests.crash.house import REPO, Run, Tables, evaluating, merged, until
+from tests.crash.house import REPO, UNLOWERED, Run, Tables, evaluating, merged, until
 from tests.crash.judge import judge
 from tests.crash.test_detach import go_on
 
@@ -303,7 +303,7 @@ def test_a_trainer_that_never_gets_further_ends_the_run_with_its_words(run_of: L
         "    restart.QUICK_S = 0.0\n"
     )
     run = run_of({"launch": {"restart_budget": 1}, "rollout": {"num_rollout": 500}})
-    run.start(wrap=("env", f"PYTHONPATH={tmp_path}:{REPO}"))
+    run.start(wrap=(*UNLOWERED, "env", f"PYTHONPATH={tmp_path}:{REPO}"))
     assert run.join() == 1
     assert "step 3 does not fit into cpu, where " in run.output() and "lower --max-tokens-per-gpu" in run.output()
     assert "trainer crashed 2 times before step 3" in run.output() and "Traceback" not in run.output()

@@ -9,7 +9,9 @@ import pytest
 
 from bus.messages.policy import StepDone, Turn
 from tests.crash.conftest import Launch
+from tests.crash.house import merged
 from tests.crash.judge import judge
+from tests.crash.test_kill import cases, killed
 from tests.system.test_weight_transports import story
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
@@ -31,21 +33,20 @@ def steps_in_the_trainers_turn(policy: list[Any]) -> int:
     return lent
 
 
-CASES = [
-    pytest.param("lent-0:before_save:3", id="the-engine-that-was-lent-the-gpu"),
-    pytest.param("lent-0:released:2", id="a-worker-after-it-gave-the-gpu-back"),
-    pytest.param("trainer:turn_taken:2", id="the-trainer-before-it-has-its-gpu"),
-    pytest.param("publisher:before_order:3", id="the-publisher-before-it-orders-a-version"),
-]
+# Deaths of rooms share one run; that of the trainer stands alone, as in test_kill.py.
+CASES: dict[str, tuple[str, ...]] = {
+    # the engine that was lent the GPU; a worker after it gave the GPU back; the publisher before it orders a version
+    "rooms": ("lent-0:before_save:3", "lent-0:released:2", "publisher:before_order:3"),
+    "the trainer before it has its GPU": ("trainer:turn_taken:2",),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", CASES)
-def test_killed_while_gpus_are_lent(point: str, run_of: Launch) -> None:
-    run = run_of(LENDING)
-    run.start(fault=f"{point}:KILL")
-    run.until("the death", lambda: run.struck)
-    run.finish()
+@pytest.mark.takes(30)
+@pytest.mark.parametrize("points", cases({name: (points,) for name, points in CASES.items()}))
+def test_killed_while_gpus_are_lent(points: tuple[str, ...], run_of: Launch) -> None:
+    run = run_of(merged(LENDING, {"rollout": {"num_rollout": 4 + 2 * (len(points) - 1)}}))
+    killed(run, points)
     judge(run)
     policy, _ = story(run)
     assert steps_in_the_trainers_turn(policy) > 1

@@ -193,6 +193,7 @@ def test_refuses_writes_for_good(refusal: str, run_of: Launch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.takes(60)
 def test_silent_for_longer_than_the_deadline(run_of: Launch) -> None:
     """The run ends as one that can be resumed, and says so; the same command goes on."""
     run = run_of({"rollout": {"num_rollout": 60}, "bus": {"bus_deadline_s": 5.0}})

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from bus import STREAMS, Bus, BusConfig
 from bus.client import connect
 from bus.server import EmbeddedRedis
 from tests.bus.test_rights import rights
-from tests.crash.house import REPO, RUN_DEADLINE_S, Run, until
+from tests.crash.house import REPO, RUN_DEADLINE_S, UNLOWERED, Run, until
 
 SECRET = "hunter2-of-this-run"
 INSTALLED = "import runpy, sys; del sys.argv[0:3]; runpy.run_module('miles_async', run_name='__main__', alter_sys=True)"
@@ -32,14 +34,13 @@ def in_process_lists() -> list[str]:
     return found
 
 
-def told(run: Run, *words: str) -> str:
-    """What a command prints, with the password where a user would have put it."""
+def told(run: Run, *commands: tuple[str, ...]) -> list[str]:
+    """What commands print, one beside the other, with the password where a user would have put it."""
     environment = {**os.environ, "PYTHONPATH": str(REPO), "MILES_ASYNC_BUS_PASSWORD": SECRET}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "miles_async", *words], cwd=run.home, env=environment, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    return done.stdout + done.stderr
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    python = (sys.executable, "-P", "-m", "miles_async")
+    begun = [subprocess.Popen([*python, *w], cwd=run.home, env=environment, stdout=pipe, stderr=both, text=True) for w in commands]
+    return [process.communicate(timeout=120)[0] for process in begun]
 
 
 async def everything_on(url: str) -> bytes:
@@ -57,6 +58,7 @@ async def everything_on(url: str) -> bytes:
     return b"\n".join(parts)
 
 
+@pytest.mark.takes(30)
 async def test_the_password_of_a_runs_redis_is_nowhere_and_its_files_are_its_owners(
     run_of: Callable[..., Run], private_redis: EmbeddedRedis, monkeypatch
 ) -> None:
@@ -69,7 +71,7 @@ async def test_the_password_of_a_runs_redis_is_nowhere_and_its_files_are_its_own
     for name in ("bus", "actors", "msgspec"):  # a user's own code, in the folder where the run is started
         (run.home / name).mkdir()
         (run.home / name / "__init__.py").write_text("raise ImportError('not ours')")
-    run.start(wrap=(sys.executable, "-P", "-c", INSTALLED))
+    run.start(wrap=(*UNLOWERED, sys.executable, "-P", "-c", INSTALLED))
     assert run.launcher is not None
     seen: list[str] = []
 
@@ -82,8 +84,8 @@ async def test_the_password_of_a_runs_redis_is_nowhere_and_its_files_are_its_own
     assert run.launcher.returncode == 0, log[-2000:]
     assert seen == []
     bare = private_redis.url.replace("unix://", "unix://trainer@", 1)
-    said = [log, told(run, "train", str(run.home / "run.toml"), "--dry-run")]
-    said += [told(run, verb, "--runs-dir", str(run.dir.parent)) for verb in ("status", "doctor", "ledger", "stop")]
+    verbs = [(verb, "--runs-dir", str(run.dir.parent)) for verb in ("status", "doctor", "ledger", "stop")]
+    said = [log, *told(run, ("train", str(run.home / "run.toml"), "--dry-run"), *verbs)]
     for text in said:
         assert text.strip() and SECRET not in text
     assert "trainer@" in said[1], "the address itself is shown"

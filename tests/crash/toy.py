@@ -1,26 +1,31 @@
 """The toy that the crash tests train: a tiny Qwen3 with random weights from a seed, and arithmetic prompts.
 
 Its responses never stop by themselves, so that every sample has the full length and is under way long enough to be hit.
+What makes it is loaded when it is made: who only trains it does without torch. `python -m tests.crash.toy DIRECTORY` makes it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import subprocess
+import sys
 from pathlib import Path
 
-import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
-from miles_async.quickstart.arithmetic import ARITHMETIC
-from miles_async.quickstart.task import PAD_ID
-from miles_async.quickstart.tokenizer import save_tokenizer
-
+REPO = Path(__file__).resolve().parents[2]
 SEED = 7
 N_PROMPTS = 48
 
 
 def make_toy(directory: Path, *, hidden_size: int = 32) -> Path:
     """`<directory>/model` and `<directory>/prompts.jsonl`; equal on every machine with equal torch."""
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    from miles_async.quickstart.arithmetic import ARITHMETIC
+    from miles_async.quickstart.task import PAD_ID
+    from miles_async.quickstart.tokenizer import save_tokenizer
+
     model_dir = directory / "model"
     model_dir.mkdir(parents=True)
     config = Qwen3Config(
@@ -49,3 +54,19 @@ def make_toy(directory: Path, *, hidden_size: int = 32) -> Path:
     lines = [json.dumps({"prompt": p.prompt, "label": p.label}) for p in problems]
     (directory / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return directory
+
+
+def shared_toy(folder: Path) -> Path:
+    """The toy of all processes that share `folder`: the first that asks has another process make it, and the others wait."""
+    toy = folder / "toy"
+    with (folder / "toy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not toy.exists():
+            half = folder / "toy.new"
+            subprocess.run([sys.executable, "-m", "tests.crash.toy", str(half)], cwd=REPO, check=True, timeout=100)
+            half.rename(toy)
+    return toy
+
+
+if __name__ == "__main__":
+    make_toy(Path(sys.argv[1]))

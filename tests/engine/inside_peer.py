@@ -23,8 +23,13 @@ from tests.engine.test_quick_load import Model
 class Runner:
     """Owns the groups, and calls the function with its model and whatever tensors came."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, gpus: int) -> None:
         self.model = Model()
+        self.device, self.sampler = "cpu", object()
+        self.server_args = SimpleNamespace(
+            tp_size=gpus, dp_size=1, enable_deterministic_inference=False, rl_on_policy_target=None,
+            enable_nan_detection=False, speculative_algorithm=None, random_seed=1,
+        )  # fmt: skip
         self.model.norm.data += rank
         self._model_update_group: dict[str, Any] = {}
 
@@ -36,8 +41,8 @@ class Runner:
 class Scheduler:
     """Paused, with one request whose step is kept back."""
 
-    def __init__(self, rank: int) -> None:
-        self.runner = Runner(rank)
+    def __init__(self, rank: int, gpus: int) -> None:
+        self.runner = Runner(rank, gpus)
         request = SimpleNamespace(rid="r", output_ids=[1, 2, 3], finished=lambda: False, is_retracted=False, is_chunked=0)
         batch = SimpleNamespace(reqs=[request], forward_mode=SimpleNamespace(is_extend=lambda: False))
         self._engine_paused = True
@@ -54,7 +59,7 @@ class Scheduler:
 
 
 async def main(port_file: Path, gpus: int) -> None:
-    schedulers, said = [Scheduler(rank) for rank in range(gpus)], {"version": "default"}
+    schedulers, said = [Scheduler(rank, gpus) for rank in range(gpus)], {"version": "default"}
     scheduler = schedulers[0]
 
     async def update(request: web.Request) -> web.Response:
@@ -80,7 +85,8 @@ async def main(port_file: Path, gpus: int) -> None:
 
     async def state(request: web.Request) -> web.Response:
         model = scheduler.runner.model
-        return web.json_response({**said, "asked": model.asked, "qkv": model.qkv.tolist(), "norm": model.norm.tolist()})
+        weights = {"qkv": model.qkv.tolist(), "norm": model.norm.tolist()}
+        return web.json_response({**said, **weights, "asked": model.asked, "sampler": type(scheduler.runner.sampler).__name__})
 
     async def pause(request: web.Request) -> web.Response:
         scheduler._engine_paused = request.path == "/pause_generation"

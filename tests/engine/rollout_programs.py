@@ -106,6 +106,15 @@ async def flooded(task: Task, session: Session) -> list[Trajectory]:
     return []
 
 
+async def leaves(task: Task, session: Session) -> list[Trajectory]:
+    raise SystemExit(0)
+
+
+async def cancels(task: Task, session: Session) -> list[Trajectory]:
+    """As libraries do whose own timeouts went wrong."""
+    raise asyncio.CancelledError
+
+
 async def broken(task: Task, session: Session) -> list[Trajectory]:
     raise KeyError("no such tool")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 
 from actors.generation.activation import Loader, NotCounted, TransportFailed
 from actors.generation.engine import RequestRefused
-from actors.generation.inside import VARIABLE, Answer, Order, read, run, send
+from actors.generation.inside import TESTED, VARIABLE, Answer, Order, read, run, send
 from actors.generation.sglang_client import SGLangClient
 from actors.trainer.transports.flat import FlatBuffers, bucketed
 from actors.trainer.transports.nccl import NcclSender
@@ -75,6 +76,12 @@ async def prepared(client: SGLangClient, sender: NcclSender, seed: int, *, join:
         )
         await joining
     return plan
+
+
+def test_the_sglang_that_our_scripts_install_is_one_that_the_function_was_tested_with() -> None:
+    script = (Path(__file__).parents[2] / "scripts" / "sglang_cpu.sh").read_text("utf-8")
+    [installed] = re.findall(r"\bsglang==(\S+)", script)
+    assert installed in TESTED
 
 
 async def test_versions_are_received_in_the_engine_and_only_the_first_asks_the_model(
@@ -204,3 +211,21 @@ async def test_after_a_lost_answer_to_receive_the_weights_are_damaged(engine: En
     await sending
     assert (await state(url))["version"] == "default"
     sender.close()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sampler", "said"),
+    [(1, "PlainSampler", ""), (2, "object", "the engine could not draw its own way: tp_size is set")],
+)
+async def test_tokens_are_drawn_by_us_in_an_engine_of_one_gpu_alone(
+    peer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, sampler: str, said: str
+) -> None:
+    client = SGLangClient(
+        peer, request_deadline_s=20, token_deadline_s=20, control_deadline_s=20, inside=tmp_path, draws=True
+    )
+    try:
+        await client.info()
+        assert (await state(peer))["sampler"] == sampler
+        assert "".join(record.message for record in caplog.records) == said
+    finally:
+        await client.close()

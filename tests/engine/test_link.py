@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from actors.generation.engine import EngineUnavailable
+from actors.generation.engine import EngineUnavailable, RequestRefused
 from actors.generation.link import EngineLink, State
 from actors.runtime.context import Context
 from bus import Bus
@@ -46,13 +47,15 @@ class Loads(ScriptedEngine):
 Case = Callable[[EngineLink, Loads, Context], Awaitable[None]]
 
 
-async def linked(redis_url: str, run_name: str, case: Case) -> list[Event]:
+async def linked(
+    redis_url: str, run_name: str, case: Case, *, engine: Loads | None = None, kind: type[EngineLink] = EngineLink
+) -> list[Event]:
     """The case in a worker's place, on an engine that has joined; what was told."""
-    engine, over = Loads(), asyncio.Event()
+    engine, over = engine or Loads(), asyncio.Event()
 
     async def body(context: Context, given: None) -> None:
         try:
-            link = EngineLink(context, lambda url, inside: engine, process=None)
+            link = kind(context, lambda url, inside: engine, process=None)
             await link.boot()
             await case(link, engine, context)
         finally:
@@ -130,6 +133,37 @@ async def test_files_that_are_not_what_they_should_be_are_refused_and_the_old_we
 
     [refused] = [e for e in await linked(redis_url, run_name, case) if e.kind == "weights refused"]
     assert refused.data == {"version": 2, "path": str(tmp_path)}
+
+
+async def test_a_version_that_was_fetched_and_is_refused_is_told_as_refused_until_one_is_taken(
+    redis_url: str, run_name: str
+) -> None:
+    """The engine that starts anew because of it takes no cause away."""
+
+    class Other(Loads):
+        async def update_weights_from_disk(self, path: str, version: str) -> None:
+            if path == "scripted-1":
+                raise RequestRefused("embed_tokens has shape (20, 32), the model has (20, 64)")
+            await super().update_weights_from_disk(path, version)
+
+    class Here(EngineLink):
+        async def _fetch(self, order: Activate, given_up: Callable[[], bool]) -> WeightManifest:
+            self.enter(State.WAITING)
+            return order.manifest
+
+    async def case(link: EngineLink, engine: Loads, context: Context) -> None:
+        first = order(1)
+        way = msgspec.structs.replace(first.manifest, transport="network")
+        with pytest.raises(RequestRefused) as refused:
+            await link.activate(msgspec.structs.replace(first, manifest=way))
+        await link.fail(refused.value)
+        await link.boot()
+        assert "the model has (20, 64)" in context.note
+        await link.activate(order(2))
+        assert "64" not in context.note
+
+    kinds = [e.kind for e in await linked(redis_url, run_name, case, engine=Other(), kind=Here)]
+    assert "weights refused" in kinds and "transport failed" not in kinds, "it counts against this worker"
 
 
 async def test_the_failure_of_an_engine_that_was_replaced_changes_nothing(redis_url: str, run_name: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from actors.generation.actor import Worker
-from actors.generation.spec import GenerationSpec
+from actors.generation.spec import GenerationSpec, sglang_env
 from actors.runtime.context import Context
 from bus import Bus, Commit, Out
 from bus.messages.control import UNLENT
@@ -192,3 +192,11 @@ async def test_a_worker_that_starts_late_reads_whose_turn_it_is(
             kind = "memory released" if holder == "trainer" else "joined"
             await until(lambda: told(bus, kind, 1), deadline_s=30)
             assert bool(engines(tmp_path)) == (holder == "engines")
+
+
+def test_an_engine_of_two_gpus_beside_a_trainer_starts_where_one_has_less_memory_free() -> None:
+    def env(**fields: Any) -> dict[str, str]:
+        return sglang_env(GenerationSpec(engine="sglang", **fields))
+
+    assert env(tp_size=2, gives_back=TAGS) == {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+    assert env(tp_size=2) == env(gives_back=TAGS) == {}

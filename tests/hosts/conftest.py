@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from actors.runtime.priority import COMPUTE_NICE
 from bus import Bus, BusConfig, Entry
 from bus.inspect import wall_of
 from bus.messages.control import Event
@@ -24,14 +23,12 @@ from bus.topology import EVENTS
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.scene import read_scene
 from tests.crash.conftest import FAILED, keep, leave_out_slow, pytest_runtest_makereport, toy
-from tests.crash.house import REPO, Missed, Run, Tables, merged, toy_tables, until
+from tests.crash.house import REPO, UNLOWERED, Missed, Run, Tables, merged, toy_tables, until
 from tests.hosts.net import Host, Net, why_not
+from tests.warm.launched import Warmed
 
 __all__ = ("pytest_runtest_makereport", "toy")
 HERE = Path(__file__).parent
-UNLOWERED = ("nice", "-n", str(COMPUTE_NICE))
-"""Who is as low as that already does not lower its session: as runs that are forked from tests/warm, these do not stand behind all
-that computes beside them."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,9 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class FarRun(Run):
     """A run whose bus is on host `a`; this process reaches it by a socket. `model`: its model directory on the other hosts."""
 
-    def __init__(self, net: Net, toy: Path, home: Path, settings: Tables) -> None:
+    def __init__(self, net: Net, toy: Path, home: Path, settings: Tables, warm: Path | None) -> None:
         self.net, self.a, self.model, self.socket = net, net.host("a"), home / "model", home / "redis.sock"
-        self.workers: list[subprocess.Popen[bytes]] = []
+        self.workers: list[subprocess.Popen[bytes] | Warmed] = []
         self._heard: list[tuple[float, Event]] = []
         self._heard_to = "-"
         self.url = f"redis://{self.a.address}:6379"
@@ -54,7 +51,7 @@ class FarRun(Run):
         shutil.copytree(toy, own / "toy")
         self.redis = self.start_redis(home)
         tables = merged(toy_tables(own / "toy", own, settings), {"bus": {"bus_url": self.url}})
-        super().__init__(own, tables)
+        super().__init__(own, tables, warm)
 
     def start_redis(self, home: Path) -> subprocess.Popen[bytes]:
         """On host a, with what its file holds."""
@@ -71,18 +68,25 @@ class FarRun(Run):
     def begin(self) -> None:
         """Start the run on host a."""
         until("Redis", self.socket.exists, seconds=10)
-        self.start(wrap=(*UNLOWERED, *self.a.enter()))
+        if self._warm is not None:
+            self.like = self.a.standing()
+        self.start(wrap=() if self.like else (*UNLOWERED, *self.a.enter()))
         until("the run on its bus", lambda: bool(self.ask(lambda bus: bus.hash_of(bus.keys.vitals))))
 
-    def join_from(self, host: Host, name: str = "") -> subprocess.Popen[bytes]:
+    def join_from(self, host: Host, name: str = "", model: Path | None = None) -> subprocess.Popen[bytes] | Warmed:
         """A worker on another host, which sees neither the run's folders nor its shared memory."""
-        flags = ["--bus", self.url, "--run", "r", "--model-path", str(self.model), "--name", name or host.name]
+        flags = ["--bus", self.url, "--run", "r", "--model-path", str(model or self.model), "--name", name or host.name]
         if program := self._tables["rollout"].get("custom_generate_function_path"):
             flags += ["--custom-generate-function-path", program]  # a worker runs no code that it was not told of
-        words = [*UNLOWERED, *host.enter([self.home]), sys.executable, "-m", "miles_async", "worker", *flags]
-        with (self.home.parent / f"{name or host.name}.log").open("ab") as log:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-            self.workers.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
+        words, home = ["miles_async", "worker", *flags], self.home.parent
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), "TMPDIR": str(self.home)}  # a disk of its own
+        with (home / f"{name or host.name}.log").open("ab") as log:
+            if self._warm is not None:
+                env, like = environment | host.clock(), host.standing([self.home])
+                self.workers.append(Warmed(self._warm, words, env=env, cwd=home, stdout=log, stderr=log, like=like))
+            else:
+                words = [*UNLOWERED, *host.enter([self.home]), sys.executable, "-m", *words]
+                self.workers.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
         return self.workers[-1]
 
     def ask(self, question: Callable[[Bus], Any]) -> Any:
@@ -142,7 +146,7 @@ class FarRun(Run):
 
 
 @pytest.fixture
-def far_run(toy: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., FarRun]]:
+def far_run(toy: Path, warm: Path | None, request: pytest.FixtureRequest) -> Iterator[Callable[..., FarRun]]:
     """Makes one run of a test, with settings over the usual ones; its hosts are gone at the end."""
     if why := why_not():
         pytest.skip(why)
@@ -151,7 +155,7 @@ def far_run(toy: Path, request: pytest.FixtureRequest) -> Iterator[Callable[...,
         made: list[FarRun] = []
 
         def make(settings: Tables | None = None) -> FarRun:
-            made.append(FarRun(net, toy, Path(folder), settings or {}))
+            made.append(FarRun(net, toy, Path(folder), settings or {}, warm))
             return made[-1]
 
         try:

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.warm.launched import clock_of
+
 TOOLS = ("ip", "tc", "unshare", "mount", "umount", "hostname")
 # Packets of a share, drawn by chance, go to a class so slow that it holds one and drops the rest: netem is not everywhere.
 _LOSS = (
@@ -19,7 +21,8 @@ _LOSS = (
     "filter add dev {port} parent 1: protocol all bpf bytecode {program} classid 1:20",
 )
 _DRAW = "4,32 0 0 4294963256,37 1 0 {most},6 0 0 4294967295,6 0 0 0"  # a random number; above `most` it is no match
-_ENTER = 'hostname "$1"; mount --bind "$2" /dev/shm; for f in $3; do mount -t tmpfs none "$f"; done; shift 3; exec "$@"'
+_DISK = "mount -t tmpfs -o size=150m none"
+_ENTER = f'hostname "$1"; mount --bind "$2" /dev/shm; for f in $3; do {_DISK} "$f"; done; shift 3; exec "$@"'
 
 
 def why_not() -> str:
@@ -55,6 +58,7 @@ class Host:
         _do(f"mount -t tmpfs tmpfs {self.shm}")
         _do(f"ip netns add {self.space}")
         self._wire: subprocess.Popen[bytes] | None = None
+        self._standing: dict[tuple[Path, ...], subprocess.Popen[bytes]] = {}
         if delay_us:
             words = [str(net.built("delay")), net.switch, self._port, self.space, "eth0", str(delay_us)]
             self._wire = subprocess.Popen(words, stdout=subprocess.PIPE)
@@ -68,16 +72,33 @@ class Host:
         _do(f"ip -n {self.space} link set eth0 up")
 
     def enter(self, hides: Sequence[Path] = ()) -> tuple[str, ...]:
-        """Words before a command that make it one of this host. `hides`: folders that are empty here."""
-        skew: tuple[str, ...] = ()
-        if self.skew_s:
-            skew = ("env", f"LD_PRELOAD={self._net.built('skew', '-shared', '-fPIC')}", f"MA_SKEW_S={self.skew_s}")
+        """Words before a command that make it one of this host. `hides`: folders that are empty, small disks here."""
+        skew = ("env", *(f"{name}={value}" for name, value in self.clock().items())) if self.skew_s else ()
         words = ("ip", "netns", "exec", self.space, "unshare", "--mount", "--uts", "sh", "-ec", _ENTER, "sh", self.name)
         return (*words, str(self.shm), " ".join(map(str, hides)), *skew)
 
-    def shape(self, rate: str) -> None:
-        """Both directions of its link, e.g. 200mbit."""
-        bucket = f"tbf rate {rate} burst 512kb latency 100ms"
+    def clock(self) -> dict[str, str]:
+        """In the environment of its processes: what sets their clock."""
+        if not self.skew_s:
+            return {}
+        if not (library := clock_of(self._net.folder)).exists():
+            raise RuntimeError(f"host {self.name} has a clock of its own, which needs a C compiler (cc)")
+        return {"LD_PRELOAD": str(library), "MA_SKEW_S": str(self.skew_s)}
+
+    def standing(self, hides: Sequence[Path] = ()) -> int:
+        """Pid of a process that is on this host and does nothing, so that one that is forked elsewhere can come to it. `hides`: see
+        `enter`."""
+        if (key := tuple(hides)) not in self._standing:
+            words = [*self.enter(hides), "sh", "-c", "echo there; exec sleep infinity"]
+            made = self._standing[key] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            if made.stdout is None or made.stdout.readline() != b"there\n":
+                raise RuntimeError(f"{' '.join(words)}: ended with status {made.wait(10)}")
+        return self._standing[key].pid
+
+    def shape(self, rate: str, queue: str = "burst 512kb latency 100ms") -> None:
+        """Both directions of its link, e.g. 200mbit. `queue`: what passes at once, and how long packets may wait before they are
+        dropped."""
+        bucket = f"tbf rate {rate} {queue}"
         _do(f"tc -n {self.space} qdisc replace dev eth0 root {bucket}")
         _do(f"tc -n {self._net.switch} qdisc replace dev {self._port} root {bucket}")
 
@@ -109,10 +130,10 @@ class Host:
                 continue
 
     def unplug(self) -> None:
-        """Take a wire away that is a process."""
-        if self._wire is not None:
-            self._wire.kill()
-            self._wire.communicate()
+        """Take processes of ours away: those that stand there, and a wire that is one."""
+        for process in (*self._standing.values(), *([self._wire] if self._wire is not None else ())):
+            process.kill()
+            process.communicate()
 
 
 class Net:
@@ -134,12 +155,12 @@ class Net:
         self.hosts.append(made)
         return made
 
-    def built(self, name: str, *flags: str) -> Path:
-        """A C file beside this one, compiled once: `skew` sets a process's clock wrong, `delay` is a wire that takes its time."""
+    def built(self, name: str) -> Path:
+        """A C file beside this one, compiled once: `delay` is a wire that takes its time."""
         made = self.folder / name
         if not made.exists():
             source = Path(__file__).with_name(f"{name}.c")
-            subprocess.run(["cc", *flags, "-O2", "-o", str(made), str(source)], check=True)
+            subprocess.run(["cc", "-O2", "-o", str(made), str(source)], check=True)
         return made
 
     def close(self) -> None:

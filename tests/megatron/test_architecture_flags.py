@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from actors.trainer.megatron_backend.flags import compare, facts, is_ours, layer_pattern
+from actors.trainer.megatron_backend.families import describe
+from actors.trainer.megatron_backend.flags import OF_MODEL, compare, facts, fields_against, is_ours, layer_pattern
 from miles_async.cli.flags import parse_flags
 from miles_async.launcher.hooks import check_architecture
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.groups import ArchitectureSettings
-from miles_async.settings.load import settings_from
+from miles_async.settings.load import load, settings_from
+from miles_async.settings.megatron_fields import FIELDS
 from miles_async.settings.miles import NOT_COMPARED
 from miles_async.settings.run import RunSettings
 
@@ -94,9 +96,38 @@ def test_a_model_that_megatron_does_not_know_is_refused_only_where_flags_ask(tmp
 
 
 def test_every_flag_that_describes_a_model_is_compared() -> None:
-    from actors.trainer.megatron_backend.families import describe
-
     assert set(facts(describe(QWEN3_4B))) == set(ArchitectureSettings.__struct_fields__) - set(NOT_COMPARED)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--layernorm-zero-centered-gamma", "--layernorm-zero-centered-gamma is given, config.json has no such thing"),
+        ("--softmax-scale 0.5", "--softmax-scale 0.5 is given, config.json has no such thing"),
+        ("--window-size 128 0", r"--window-size \[128, 0\] is given, config.json has no such thing"),
+        ("--add-bias-linear", "--add-bias-linear is given, config.json has no such thing"),
+        ("--rotary-scaling-factor 4", r"--rotary-scaling-factor 4.0 is given, config.json has no such thing"),
+    ],
+)
+def test_a_field_that_says_what_the_model_is_may_only_repeat_its_config(flags: str, said: str, tmp_path: Path) -> None:
+    """Engines load config.json: with another norm or window the policy that is trained is not the one that samples."""
+    base = f"--hf-checkpoint {tmp_path} --num-rollout 1 --rm-type math --prompt-data p.jsonl --max-weight-staleness 0 "
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    with pytest.raises(SettingsError, match=said):
+        check_architecture(load(None, parse_flags((base + flags).split(), frozenset()).values).settings)
+    same = "--no-layernorm-zero-centered-gamma --rope-type rope --softmax-type vanilla --recompute-granularity full"
+    check_architecture(load(None, parse_flags((base + same).split(), frozenset()).values).settings)
+
+
+def test_fields_of_a_model_are_compared_with_what_it_has() -> None:
+    gemma = describe({
+        **QWEN3_4B, "model_type": "gemma2", "query_pre_attn_scalar": 256, "sliding_window": 8,
+        "hidden_activation": "gelu_pytorch_tanh",
+    })  # fmt: skip
+    assert fields_against({"layernorm_zero_centered_gamma": True, "softmax_scale": 0.0625, "window_size": ("7", "0")}, gemma) == []
+    [said] = fields_against({"window_size": (4095, 0)}, gemma)
+    assert said == "--window-size [4095, 0] is given, config.json says [7, 0]; leave it out"
+    assert OF_MODEL.keys() <= FIELDS.keys()
 
 
 def test_patterns_of_layers_with_experts() -> None:

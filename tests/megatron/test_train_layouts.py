@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.core import MegatronCore
 from actors.trainer.torch_backend.core import Core
+from actors.trainer.training.ranked import _load
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.step import BatchFault, train_batch
 from tests.megatron.pool import Pool
@@ -106,6 +110,40 @@ def test_a_run_goes_on_under_another_layout(model_dirs: dict[str, str], pool: Po
                 torch.testing.assert_close(weight, after[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+def interrupted(path: str, settings: dict[str, Any], directory: str, broken: bool = True) -> list[dict[str, float]]:
+    """Four steps; if `broken`, the last two by a rank that knows the checkpoint alone."""
+    torch.set_num_threads(1)
+    ranks, made = Ranks(dist.get_rank(), dist.get_world_size()), []
+    for steps in ((0, 1), (2, 3)) if broken else ((0, 1, 2, 3),):
+        core = MegatronCore(config_of(path, **settings), ranks)
+        try:
+            if made:
+                core.load(Path(directory), None)
+            made += [train_batch(core, batch_of(step)).metrics for step in steps]
+            if len(made) == 2:
+                core.save(Path(directory)).write()
+        finally:
+            core.close()
+    return made
+
+
+@pytest.mark.parametrize("layout", ["recomputed", "tp2_sp", "pp2_vpp2"])
+def test_a_reference_moves_as_on_the_torch_backend_and_is_in_the_checkpoint(
+    layout: str, model_dirs: dict[str, str], pool: Pool, tmp_path: Path
+) -> None:
+    settings = {"lr": 1e-2, "adam_eps": 1e-5, "ref_update_interval": 2}
+    ranks, own = LAYOUTS[layout]
+    results = pool.run(ranks, interrupted, model_dirs["tied"], {**settings, "own": own}, str(tmp_path))
+    torch_backend = Core(config_of(model_dirs["tied"], library="torch", **settings), Ranks())
+    for step in range(4):
+        want = train_batch(torch_backend, batch_of(step)).metrics
+        for got in results:
+            assert got[step]["train/kl_loss"] == pytest.approx(want["train/kl_loss"], rel=1e-3, abs=1e-6), step
+    apart = Core(config_of(model_dirs["tied"], library="torch", **{**settings, "ref_update_interval": None}), Ranks())
+    fixed = [train_batch(apart, batch_of(step)).metrics["train/kl_loss"] for step in range(4)]
+    assert abs(fixed[2] - results[0][2]["train/kl_loss"]) > 0.01 * fixed[2], "a reference that stays would show"
+
+
 def faulty(path: str, settings: dict[str, Any]) -> tuple[str, float]:
     """What a step says in which one sample's loss cannot be made, and the next step's loss."""
     core = MegatronCore(config_of(path, **settings), Ranks(dist.get_rank(), dist.get_world_size()))
@@ -125,3 +163,21 @@ def test_a_fault_of_one_rank_is_heard_by_all_and_none_waits(model_dirs: dict[str
     results = pool.run(4, faulty, model_dirs["apart"], {"own": {"pipeline_model_parallel_size": 2}, "objective": objective})
     assert len(set(results)) == 1, "the ranks are told the same, and go on alike"
     assert "raised ValueError: 13 tokens are too many" in results[0][0]
+
+
+def set_up(path: str, settings: dict[str, Any]) -> str:
+    """What this rank is told when the model cannot be loaded."""
+    with pytest.raises(Refused) as told:
+        _load("megatron", config_of(path, **settings), Ranks(dist.get_rank(), dist.get_world_size()))
+    return str(told.value)
+
+
+def test_what_one_stage_alone_finds_when_it_loads_is_refused_by_all(model_dirs: dict[str, str], pool: Pool, tmp_path: Path) -> None:
+    """A weight of the last layer, which the second stage reads, has another shape than config.json says."""
+    shutil.copytree(model_dirs["apart"], tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"] = torch.zeros(32, 40)
+    save_file(weights, tmp_path / "model.safetensors")
+    results = pool.run(2, set_up, str(tmp_path), {"own": {"pipeline_model_parallel_size": 2}})
+    assert len(set(results)) == 1, "the ranks are told the same"
+    assert results[0].startswith("rank 1 on ") and "down_proj.weight make a part of shape [32, 40]" in results[0]

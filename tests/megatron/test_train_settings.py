@@ -9,6 +9,7 @@ import pytest
 from miles_async.cli.flags import parse_flags
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import load
+from miles_async.settings.megatron import HERE, NOT_YET
 from miles_async.settings.megatron_fields import FIELDS
 from miles_async.settings.run import RunSettings
 
@@ -30,6 +31,7 @@ def test_the_table_is_the_installed_megatrons() -> None:
     fields = {f.name: str(f.type) for kind in kinds for f in dataclasses.fields(kind)}
     assert FIELDS.keys() <= fields.keys()
     left_out = {name for name in fields.keys() - FIELDS.keys() if "Callable" not in fields[name]}
+    assert NOT_YET.keys() <= FIELDS.keys() and HERE.keys() <= FIELDS.keys()
     assert left_out <= {
         *("params_dtype", "pipeline_dtype", "autocast_dtype", "timers", "quant_recipe", "_cpu_offloading_context"),
         "mtp_standalone",
@@ -45,9 +47,26 @@ def test_the_table_is_the_installed_megatrons() -> None:
         ("--train-backend torch --sequence-parallel", "sequence_parallel is of Megatron"),
         ("--attention-dropout 0.1", "the policy that is trained must be the one that sampled"),
         ("--recompute-num-layers one", "must be of kind int"),
-        ("--moe-aux-loss-coeff 0.01", "balancing losses of experts are not trained yet"),
+        ("--moe-aux-loss-coeff -0.01", "a loss weighs 0 or more"),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01", "has no loss that it could weigh"),
+        ("--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 0.01", "one coefficient, so one loss"),
         ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 3", r"2 x 1 x 1 = 2 does not divide 3 ranks\. Nearest: 2 or 4"),
-        ("--bf16", "Write --model-dtype instead"),
+        ("--fp16", "Write --model-dtype bfloat16 instead"),
+        ("--average-in-collective", "gradients are sums"),
+        ("--ddp-average-in-collective", "gradients are sums"),
+        ("--num-distributed-optimizer-instances 2", "its state is cut over all data-parallel ranks"),
+        ("--enable-cuda-graph", "lengths of packed samples change"),
+        ("--cuda-graph-impl local", "lengths of packed samples change"),
+        ("--tp-comm-overlap", "buffers"),
+        ("--moe-expert-capacity-factor 1.5", "engines drop no tokens"),
+        ("--moe-router-force-load-balancing", "the policy that is trained must be the one that sampled"),
+        ("--check-for-nan-in-grad", "every step looks for gradients that are not finite"),
+        ("--qk-clip", "adam"),
+        ("--decoupled-lr 1e-5", "one rate for all weights"),
+        ("--true-on-policy-mode --train-backend megatron --bf16", "true_on_policy_mode needs .torch."),
+        ("--train-backend megatron --gradient-checkpointing --gradient-checkpointing-layers 4", "--recompute-num-layers 4"),
+        ("--train-backend megatron --compile on", "is of the torch backend"),
+        ("--train-backend megatron --attn-implementation flash_attention_3", "Write --attention-backend"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(flags: str, said: str) -> None:
@@ -62,3 +81,11 @@ def test_flags_turn_fields_off_and_keep_their_kinds() -> None:
     }  # fmt: skip
     assert s.flat.train_backend == "megatron"
     assert settings_of(LEAST).flat.train_backend == "torch"
+    s = settings_of(f"{LEAST} --recompute-modules mlp --window-size 7 0 --cuda-graph-impl none --no-average-in-collective")
+    assert s.parallel.megatron["recompute-modules"] == ("mlp",) and s.parallel.megatron["window-size"] == ("7", "0")
+
+
+def test_bf16_is_the_models_type() -> None:
+    s = settings_of(f"{LEAST} --bf16")
+    assert s.model.model_dtype == "bfloat16" and s.flat.train_backend == "torch", "it is not Megatron's alone"
+    assert settings_of(f"{LEAST} --model-dtype float32").model.model_dtype == "float32"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from safetensors.torch import load_file
 
@@ -17,7 +18,7 @@ from actors.trainer.megatron_backend.core import MegatronCore
 from actors.trainer.megatron_backend.setup import _attention
 from actors.trainer.training.ranked import RankedBackend
 from actors.trainer.training.saving import Checkpoint
-from bus.errors import CheckpointRefused
+from bus.errors import CheckpointOfAnother, CheckpointRefused
 from tests.megatron.tiny import batch_of, config_of
 
 pytestmark = pytest.mark.timeout(180)
@@ -70,11 +71,35 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
     exported = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
     assert {name: t.shape for name, t in exported.items()} == {name: t.shape for name, t in tensors(backend).items()}
 
+    moving = {**settings, "ref_update_interval": 2}
+    backend.setup(config_of(model_dirs["tied"], **moving))
+    with pytest.raises(CheckpointRefused, match=r"it has no reference\. .* Set ref_update_interval as it was"):
+        backend.load(tmp_path / "two")
+
+    backend.setup(config_of(model_dirs["tied"], **settings))
+    backend.load(tmp_path / "two")
+    steps(backend, 2, 3)
     shard = next((tmp_path / "two").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointRefused, match="it is cut or overwritten"):
         backend.load(tmp_path / "two")
     assert backend.weights_hash() == end
+
+
+def test_a_checkpoint_of_the_other_library_is_told_as_such(
+    backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path
+) -> None:
+    """The same model, so neither its size nor its layers are what is wrong."""
+    torch_backend = RankedBackend("torch")
+    torch_backend.setup(config_of(model_dirs["tied"], library="torch"))
+    saved(torch_backend, tmp_path / "torch")
+    backend.setup(config_of(model_dirs["tied"]))
+    saved(backend, tmp_path / "megatron")
+    with pytest.raises(CheckpointOfAnother, match=r"the torch backend wrote it.*Set --train-backend torch"):
+        backend.load(tmp_path / "torch")
+    with pytest.raises(CheckpointOfAnother, match=r"the Megatron backend wrote it.*Set --train-backend megatron"):
+        torch_backend.load(tmp_path / "megatron")
+    torch_backend.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -134,6 +159,52 @@ def note_step(core: MegatronCore) -> None:
 SEEN: list[tuple[str, int]] = []
 
 
+def miles_init(args: Any) -> None:
+    MILES.append(("init", args.hidden_size, args.tensor_model_parallel_size, args.eps_clip))
+
+
+def miles_pass(args: Any, model: list[Any], store_prefix: str) -> None:
+    MILES.append(("pass", store_prefix, sum(p.numel() for p in model[0].parameters()) > 1000))
+
+
+def miles_step(args: Any, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
+    MILES.append(("step", rollout_id, step_id, optimizer.param_groups[0]["lr"]))
+
+
+MILES: list[tuple[Any, ...]] = []
+
+
+def provided(
+    pre_process: bool, post_process: bool, config: Any, layers: Any, vocab_size: int, vp_stage: int | None = None
+) -> GPTModel:
+    PROVIDED.append(vocab_size)
+    return GPTModel(
+        config, layers, vocab_size, 64, pre_process, post_process, share_embeddings_and_output_weights=True,
+        position_embedding_type="rope", vp_stage=vp_stage,
+    )  # fmt: skip
+
+
+PROVIDED: list[int] = []
+
+
+def test_functions_written_for_miles_are_called_as_miles_calls_them(backend: RankedBackend, model_dirs: dict[str, str]) -> None:
+    MILES.clear()
+    hooks = {f"custom_megatron_{n}_path": f"{__name__}.miles_{f}"
+             for n, f in (("init", "init"), ("before_log_prob_hook", "pass"), ("before_train_step_hook", "step"))}  # fmt: skip
+    backend.setup(config_of(model_dirs["tied"], own=hooks, num_steps_per_rollout=2))
+    backend.train_step(batch_of(3))
+    assert MILES[0] == ("init", 32, 1, 0.2)
+    assert MILES[1:] == [("pass", "", True), ("pass", "ref_", True), ("step", 3, 0, 1.0), ("step", 3, 1, 1.0)]
+
+
+def test_a_model_of_the_users_is_trained_as_ours(backend: RankedBackend, model_dirs: dict[str, str]) -> None:
+    PROVIDED.clear()
+    backend.setup(config_of(model_dirs["tied"]))
+    want = steps(backend, 0, 1)
+    backend.setup(config_of(model_dirs["tied"], own={"custom_model_provider_path": f"{__name__}.provided"}))
+    assert steps(backend, 0, 1) == want and PROVIDED == [45]
+
+
 def test_tokens_of_former_weights_are_scored_under_them_and_hooks_are_called(
     backend: RankedBackend, model_dirs: dict[str, str]
 ) -> None:
@@ -178,8 +249,16 @@ def test_flash_attention_that_is_not_installed_is_no_kernel_of_transformer_engin
         ({"own": {"megatron": {"attention_backend": "flesh"}}}, "attention_backend=flesh: it is one of flash, fused, unfused"),
         ({"own": {"megatron": {"exp_avg_dtype": "half"}}}, "exp_avg_dtype=half: it is one of fp32, fp16, bf16, fp8"),
         ({"own": {"megatron": {"recompute_granularity": "all"}}}, "megatron-core refuses these settings"),
+        ({"own": {"megatron": {"layernorm_zero_centered_gamma": True}}}, "--layernorm-zero-centered-gamma is given"),
+        ({"own": {"megatron": {"moe_router_fusion": True}}}, "moe_router_fusion: it needs a GPU and Transformer Engine"),
+        ({"own": {"megatron": {"transformer_impl": "transformer_engine"}}}, "transformer_impl=transformer_engine: it needs a GPU"),
+        ({"own": {"megatron": {"overlap_param_gather": True}}}, "overlap_param_gather: .* add --use-distributed-optimizer"),
+        ({"own": {"megatron": {"use_kitchen": True}}}, r"refuses these settings: assert .*\.py, line"),
+        ({"own": {"custom_megatron_init_path": "no.such.function"}}, "no.such.function"),
+        ({"own": {"custom_model_provider_path": "no.such.provider"}}, "no.such.provider"),
+        ({"own": {"spec": ("no.such", "layers")}}, "no.such.layers"),
         ({"optimizer": "muon"}, "optimizer=muon: the Megatron backend has adam"),
-        ({"own": {"megatron": {"num_layers": 3}}}, "num_layers=3: config.json and the layout say 4"),
+        ({"own": {"megatron": {"num_layers": 3}}}, "--num-layers 3 is given, config.json says 4"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(

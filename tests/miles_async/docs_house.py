@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
+import shutil
+import sys
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +16,9 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+from bus.server.binary import packaged_binary
 from miles_async.cli.app import OneLineParser, _find
+from tests.crash.house import FOUND
 from tests.floors.tree import ROOT
 
 PAGES = {
@@ -160,3 +165,15 @@ def _label(line: str) -> str:
         if found := " ".join(words).strip("N-:./, "):
             return found
     return ""
+
+
+def reader_env(here: Path) -> dict[str, str]:
+    """The environment of a reader's shell: our Python and command first on the path, and programs of Redis where it has none."""
+    programs = {"python": sys.executable, "miles-async": f"{sys.executable} -m miles_async"}
+    others = {"redis-cli": f"{sys.executable} {Path(__file__).with_name('redis_cli.py')}", "redis-server": str(packaged_binary())}
+    programs |= {name: words for name, words in others.items() if not shutil.which(name)}
+    (here / "bin").mkdir(exist_ok=True)
+    for name, words in programs.items():
+        (here / "bin" / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        (here / "bin" / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": FOUND}

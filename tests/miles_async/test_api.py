@@ -14,11 +14,15 @@ import pandas
 import pytest
 
 import miles_async
+from bus import Bus
 from bus.errors import BusRefused, BusUnreachable
 from miles_async import api
 from miles_async.settings.load import load
+from miles_async.settings.runs import write_run_file
 from tests.crash.toy import make_toy
 from tests.floors.tree import ROOT
+from tests.miles_async.console_data import Story, config
+from tests.miles_async.web_house import beat
 from tests.tls import tls_before
 from tests.warm.launched import warmed
 
@@ -69,7 +73,11 @@ async def test_the_documentations_code_runs_in_a_running_loop(
     exec(BLOCKS[5].replace("num_rollout=200", f"num_rollout={done + 2}"), space)
     assert f"finished at step {done + 2}" in capsys.readouterr().out
     monkeypatch.setattr("miles_async.api.opened.find_spec", lambda _: None)
-    last = miles_async.open_run().metrics()[-1]
+    again = miles_async.open_run()
+    assert not again.running
+    with pytest.raises(BusUnreachable, match=f"run first has finished, with step {done + 2}. A higher --num-rollout continues it"):
+        again.knobs.set(lr=1e-3)
+    last = again.metrics()[-1]
     assert isinstance(last, dict) and last["step"] == done + 2, "without pandas, a list of dicts"
     assert len(BLOCKS) == 6
 
@@ -128,6 +136,19 @@ async def test_a_run_is_opened_by_address_also_over_tls(whole, redis_url: str, t
                 run.knobs["tis_clap"]
 
         await asyncio.to_thread(look)  # the server of this test lives on this loop
+
+
+async def test_an_opened_run_says_whether_it_goes_on(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    write_run_file(tmp_path / run_name, run=run_name, bus_url=redis_url)
+    run, stop = miles_async.open_run(run_name, runs_dir=tmp_path), asyncio.Event()
+    async with Bus(config(redis_url, run_name)) as bus:
+        await Story(bus).begin()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(beat(bus, stop))
+            assert await asyncio.to_thread(lambda: run.running)
+            stop.set()
+    write_run_file(tmp_path / run_name, run=run_name, bus_url=f"unix://{tmp_path}/gone.sock")
+    assert not await asyncio.to_thread(lambda: run.running)
 
 
 def test_settings_are_given_by_name_as_a_table_or_as_tables() -> None:

@@ -15,7 +15,7 @@ from miles_async.settings.runs import find_run, write_run_file
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "transformers", "numpy", "pyarrow", "rich")
-HEAVY = (*LIBRARIES, "redis", "actors", "bus", "asyncio")
+HEAVY = (*LIBRARIES, "redis", "actors.runtime", "actors.trainer.objective", "bus", "asyncio")
 CONFIG = """
 [model]
 hf_checkpoint = "builtin:arithmetic"
@@ -107,6 +107,7 @@ def test_a_flag_is_explained_from_its_declaration(capsys):
     shown = explained("max_weight_staleness", "--no-rollout-shuffle", "--lora-rank", "--moe-permute-fusion")
     assert "stale data is corrected" in shown and "others follow staleness_lookahead" in shown and "while it runs fixed" in shown
     assert "--lora-rank: refused: There is no LoRA." in shown and "--moe-permute-fusion: a field of megatron-core" in shown
+    assert "no such flag" in explained("governor_min_ess") and "the same flag" in explained("lr")
     # A rule that asks a property of all settings looks at what that is made of.
     assert "wait leaves room for its lookahead" in explained("update_weights_interval")
     assert explained(*catalog()).count("in a file") == len(catalog())
@@ -260,6 +261,22 @@ def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     (tmp_path / "quickstart" / "run.json").write_text("{}")
     with pytest.raises(SettingsError, match="is not a run file"):
         find_run(run=None, runs_dir=tmp_path, bus_url=None)
+
+
+def test_a_run_that_is_being_started_is_told_from_none(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "main.py").write_text("")
+    for run, why in ((None, "no run in"), ("src", "no run in")):
+        with pytest.raises(SettingsError, match=why):
+            find_run(run=run, runs_dir=tmp_path, bus_url=None)
+    (tmp_path / "first").mkdir()  # before the launcher has made a model, or checked one, there is no more than this
+    for run in (None, "first"):
+        with pytest.raises(SettingsError, match="run first has no bus yet: it is being started, or its start failed"):
+            find_run(run=run, runs_dir=tmp_path, bus_url=None)
+    write_run_file(tmp_path / "quickstart", run="quickstart", bus_url="unix:///x")
+    assert find_run(run=None, runs_dir=tmp_path, bus_url=None).run == "quickstart"
+    with pytest.raises(SettingsError, match="run first has no bus yet"):
+        find_run(run="first", runs_dir=tmp_path, bus_url=None)
 
 
 def test_shared_options_find_a_run(tmp_path):

@@ -114,6 +114,13 @@ def test_bus_lag_tells_who_holds_what(whole):
 # -- tail, show ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("command", ["status", "doctor", "ledger", "samples", "top"])
+def test_a_command_that_looks_takes_the_runs_name_as_its_first_word(whole, command):
+    more = ["--plain"] if command == "top" else []
+    status, _, refused = whole.ask(command, "not-a-run", *more)
+    assert status == 2 and "--run = 'not-a-run': no such run" in refused, refused
+
+
 def test_tail_prints_readable_fields(whole):
     status, out, _ = whole.ask("bus", "tail", "prompts", "-n", "2", "--no-follow")
     assert status == 0
@@ -153,7 +160,7 @@ async def test_tail_shows_entries_that_are_gone_a_moment_after_they_came_and_cou
 
 
 def test_tail_follows_until_ctrl_c(whole):
-    words = [sys.executable, "-u", "-m", "miles_async", "bus", "tail", "verdicts", "-n", "1", "--json"]
+    words = [sys.executable, "-u", "-m", "miles_async", "bus", "tail", "verdicts", "-n", "1", "--follow", "--json"]
     words += ["--runs-dir", str(whole.runs_dir)]
     child = subprocess.Popen(
         words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c
@@ -210,7 +217,7 @@ def test_show_of_bytes_that_are_no_message_shows_them_as_data(run):
         (["bus", "dead", "retry", "1-1"], "no dead letter '1-1'"),
         (["bus"], "See miles-async bus --help."),
         (["trace", "nobody/0"], "nothing on record about nobody/0"),
-        (["tune", "lr"], "'lr' is not name=value"),
+        (["tune", "lr"], "'lr' is not name=value. Write for example lr=2e-6, without spaces; a run is named by --run"),
         (["tune", "lr=1", "lr=2"], "lr is given twice"),
         (["tune", "lr=1", "--log"], "exclude each other"),
         (["ledger", "--by", "colour"], "colour"),

@@ -7,8 +7,8 @@ import time
 import msgspec
 import pytest
 
-from bus import Bus, Commit
-from bus.messages.control import Event
+from bus import Bus, Commit, Reader
+from bus.messages.control import CREDITS, ENGINE_SLOTS, Event
 from bus.messages.groups import GroupVerdict
 from bus.topology import EVENTS, PROMPTS, VERDICTS
 from miles_async.console.doctor.diagnosis import diagnose
@@ -147,7 +147,7 @@ async def test_long_waits_are_told_and_idle_ones_are_not(redis_url, run_name):
         await story.alive(vitals("router", waits_for="requests", waits_since=ago))
         found = [f for f in diagnose(await read_scene(bus)) if f.rule == "long wait"]
     assert [f.about for f in found] == ["generation-0"]
-    assert "generation-0 has waited 5:00 for the engine to boot" in found[0].text
+    assert re.match(r"generation-0 has waited 5:\d\d for the engine to boot", found[0].text)  # by the server's clock, which goes on
 
 
 async def test_dead_letters_are_told(redis_url, run_name):
@@ -167,14 +167,69 @@ async def test_each_waiting_actor_gets_a_sentence_with_its_reason(redis_url, run
         await story.alive(
             vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 40, version=2)
         )
-        await story.alive(vitals("sampler", waits_for="slots: news of verdicts, policy or active", waits_since=now))
+        await story.alive(vitals("sampler", waits_for=CREDITS, waits_since=now))
         await story.alive(vitals("generation-1", "generation", version=2, in_flight=3, waits_for="a free slot"))
-        said = dict(explain(await read_scene(bus)))
-    waits = r"has waited 4\d s for 2 of 2 groups of step 2 on groups: 2 groups open of at most 4"
-    assert re.match(waits, said["trainer"])
+        said = dict(explain(await later(bus, 30)))
+    waits = r"has waited 4\d s for 2 of 2 groups of step 2 on groups: generation holds it up, 2 workers make"
+    assert re.match(waits, said["trainer"]), said["trainer"]
+    assert ". 2 groups open of at most 4" in said["trainer"]
     assert "g3/1 held by generation-1 on prompts" in said["trainer"]
     assert "a slot comes free when a group is dropped" in said["sampler"]
     assert said["generation-1"] == "works on 3 entries"
+
+
+@pytest.mark.parametrize(
+    ("busy", "open_groups", "sampler", "because"),
+    [
+        (8, 2, "news", "generation holds it up, all 8 slots of 2 workers are taken and 4 samples wait for one"),
+        (3, 2, "news", "generation holds it up, 3 of 8 slots make the samples of 2 groups"),
+        (3, 4, CREDITS, "the staleness bound holds prompts back, 4 of at most 4 groups are open and 5 of 8 slots are free"),
+    ],
+    ids=["full engines", "the last ones", "the bound"],
+)
+async def test_the_trainers_sentence_begins_with_the_cause(
+    redis_url, run_name, busy, open_groups, sampler, because
+):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.issue(*(f"g{i}" for i in range(open_groups)))
+        if busy < 8:
+            reader = Reader(bus, [PROMPTS], "generation", "generation-0")
+            await reader.open()
+            await reader.read(200, 0.0)
+            await reader.close()
+        await story.alive(vitals("sampler", waits_for=sampler, waits_since=time.time()))
+        await story.alive(vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=time.time()))
+        for name, taken in (("generation-0", min(busy, 4)), ("generation-1", max(0, busy - 4))):
+            await story.alive(vitals(name, "generation", version=1, slots=4, in_flight=taken))
+        drops = [GroupVerdict(group_id=f"b{i}", prompt_id="p", kept=i < 3, reason="zero_std_1" * (i > 2)) for i in range(12)]
+        await story.say(VERDICTS, *drops)
+        said = dict(explain(await read_scene(bus)))["trainer"]
+    assert f"on groups: {because}; the filter dropped 75% of the newest 12 groups (mostly zero_std_1). " in said
+
+
+@pytest.mark.parametrize(("stage", "because"), [(1, "reward holds it up, 4 samples wait for their score"), (2, "the filter")])
+async def test_a_slow_room_behind_the_engines_is_the_cause(redis_url, run_name, stage, because):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.begin()
+        await story.issue("g1", "g2")
+        await story.generate()
+        if stage == 2:
+            await story.score()
+        await story.alive(vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=time.time()))
+        said = dict(explain(await read_scene(bus)))["trainer"]
+    assert f"on groups: {because}" in said
+
+
+async def test_a_sampler_that_waits_through_a_long_step_is_no_fault(redis_url, run_name):
+    async with timeless(redis_url, run_name) as bus:
+        story = Story(bus)
+        await story.whole()
+        for waits_for in (CREDITS, ENGINE_SLOTS):
+            await story.alive(vitals("sampler", waits_for=waits_for, waits_since=bus.clock.wall() - 600))
+            assert await faults(bus) == {}
 
 
 async def test_groups_trained_since_the_checkpoint_hold_no_slot(redis_url, run_name):
@@ -187,7 +242,7 @@ async def test_groups_trained_since_the_checkpoint_hold_no_slot(redis_url, run_n
         await story.judge("g1")
         await story.judge("g2")
         await story.train(1, "g1", durable=False)
-        await story.alive(vitals("sampler", waits_for="slots: news", waits_since=time.time()))
+        await story.alive(vitals("sampler", waits_for=CREDITS, waits_since=time.time()))
         scene = await read_scene(bus)
     assert scene.uncommitted == {"g1/0", "g1/1"}
     assert (

@@ -1,18 +1,26 @@
 """What the doctor says of generation workers: those that are gone, silent, behind, or on a wrong clock."""
 
 
+import asyncio
 import re
 import time
 
 import msgspec
 import pytest
 
+from actors.runtime.context import Context
+from actors.runtime.run import _heartbeat
 from bus import Bus
+from bus.knobs.live import LiveKnobs
 from bus.messages.control import BOOTING, UNLENT
 from miles_async.cli.status import as_text
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain
 from miles_async.console.scene import read_scene
+from tests.actors.house import until
+from tests.bus.suite.clock import ManualClock
+from tests.bus.suite.proxy import LossyProxy
+from tests.declared import actor_of
 from tests.miles_async.console_data import Story, config, faults, timeless, vitals
 
 
@@ -52,7 +60,8 @@ async def test_a_host_with_a_wrong_clock_is_named(redis_url, run_name, skew_s, w
 
 
 @pytest.mark.parametrize(
-    ("late_s", "usual_s", "named"), [(2.25, 0.004, True), (0.04, 0.004, False), (2.25, 1.9, False), (2.25, None, False)]
+    ("late_s", "usual_s", "named"),
+    [(2.25, 0.004, True), (0.3, 0.004, True), (0.04, 0.0004, False), (2.25, 1.9, False), (2.25, None, False)],
 )
 async def test_a_host_that_the_bus_answers_much_later_than_others_has_a_slow_link(redis_url, run_name, late_s, usual_s, named):
     async with timeless(redis_url, run_name) as bus:
@@ -70,8 +79,39 @@ async def test_a_host_that_the_bus_answers_much_later_than_others_has_a_slow_lin
             assert ("slow link" in silent) == (named and silent_s < 60), "who has been gone for long tells nothing"
     assert ("slow link" in found) == named
     if named:
-        assert found["slow link"].startswith("the bus answers far on node7 after 2.2 s, other hosts after 0.004 s: the link of")
+        said = f"the bus answers far on node7 after {late_s:.1f} s, other hosts after 0.004 s: the link of"
+        assert found["slow link"].startswith(said)
         assert "overloaded (far has 3 of 8 MB, 0.0 MB/s)" in found["slow link"]
+
+
+async def test_a_slow_link_is_named_where_there_is_news_at_each_heartbeat(redis_url, run_name, tmp_path):
+    """There a beat takes as long as a small version."""
+    clock, over, late_s = ManualClock(), asyncio.Event(), 0.0
+    async with (
+        timeless(redis_url, run_name) as here,
+        LossyProxy(redis_url, tmp_path) as proxy,
+        Bus(config(proxy.url, run_name)) as there,
+    ):
+        story = Story(here)
+        await story.whole()
+        await story.alive(vitals("trainer", host="node7", version=2, counters={"bus_answer_s": 0.001}))
+        spec = msgspec.structs.replace(actor_of(name="far", role="generation", bus=there.config), heartbeat_s=3600.0)
+        context = Context(spec, there, LiveKnobs(there))
+        context.clock, context.state, context.version = clock, "running", 2
+        proxy.before_reply = lambda: clock.advance(late_s)
+
+        async def found(*, link: bool) -> bool:
+            context.news.set()
+            own = (await here.vitals()).get("far")
+            return own is not None and "bus_answer_s" in own.counters and ("slow link" in await faults(here)) == link
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_heartbeat(context, over, context.draining.set))
+            await until(lambda: found(link=False), deadline_s=8.0)
+            late_s = 0.4
+            await until(lambda: found(link=True), deadline_s=8.0)
+            over.set()
+            context.news.set()
 
 
 async def test_a_worker_that_fetches_says_how_far_it_is(redis_url, run_name):

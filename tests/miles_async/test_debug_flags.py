@@ -19,7 +19,8 @@ from bus.topology import GROUPS, POLICY
 from miles_async.launcher.engines import courier_spec, generation_spec
 from miles_async.launcher.env_report import FILE as ENV_FILE
 from miles_async.launcher.env_report import write_env_report
-from miles_async.launcher.plan import Place, backend_config, recorder_spec, room_specs
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import backend_config, recorder_spec, room_specs
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.settings.load import settings_from

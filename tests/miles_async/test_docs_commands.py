@@ -29,9 +29,9 @@ from miles_async.settings.catalog import names, passed_on
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.miles import table as miles_flags
 from tests.crash.conftest import toy
-from tests.crash.house import FOUND, Run, Tables, merged, toml_of, toy_tables, until
+from tests.crash.house import Run, Tables, merged, toml_of, toy_tables, until
 from tests.floors.tree import ROOT
-from tests.miles_async.docs_house import COMMANDS, PAGES, Shown, furnish, labels, parsed
+from tests.miles_async.docs_house import COMMANDS, PAGES, Shown, furnish, labels, parsed, reader_env
 
 __all__ = ("toy",)  # a fixture
 LIVE: Tables = {"rollout": {"num_rollout": 100_000}, "ckpt": {"save_interval": 50}, "launch": {"console": "plain"}}
@@ -50,7 +50,6 @@ OTHER_PROGRAMS = {
     "mkdocs": "tests/miles_async/test_site.py builds the site",
     "ulimit": "changes the shell",
 }
-NO_REDIS = not (shutil.which("redis-server") and shutil.which("redis-cli"))  # a run has its own then
 AFTER_TOO = ("status", "doctor", "ledger", "trace", "samples", "report")
 BY_CHANCE = re.compile(
     r"^(starting recorder|run quickstart has|finished at|report:|outlasted|zero_std|dropped: |entry not delivered|worker-|"
@@ -160,13 +159,12 @@ def test_commands_of_other_programs_are_there(tmp_path: Path) -> None:
             assert program in (*OTHER_PROGRAMS, "python", "redis-cli", "redis-server"), command
 
 
-@pytest.mark.skipif(NO_REDIS, reason="no redis-server and redis-cli on the path")
 def test_redis_is_started_and_asked_as_written(tmp_path: Path) -> None:
-    """On a socket in place of all addresses."""
+    """On a socket in place of all addresses; by the packaged server and a client of ours where there is no Redis."""
     [start] = [c.line for c in COMMANDS if c.line.startswith("redis-server --")]
     asked = {c.line for c in COMMANDS if c.line.startswith("redis-cli ") and " -s " not in c.line}
     socket = tmp_path / "redis.sock"
-    env = {**os.environ, "MILES_ASYNC_BUS_PASSWORD": "secret", "REDISCLI_AUTH": "secret"}
+    env = {**reader_env(tmp_path), "MILES_ASYNC_BUS_PASSWORD": "secret", "REDISCLI_AUTH": "secret"}
     words = f"exec {start} --port 0 --unixsocket {socket} --dir {tmp_path}"
     with subprocess.Popen(words, shell=True, env=env, stdout=subprocess.DEVNULL) as server:
         try:
@@ -181,13 +179,10 @@ def test_redis_is_started_and_asked_as_written(tmp_path: Path) -> None:
 
 def shell(here: Path, line: str) -> subprocess.CompletedProcess[str]:
     """A line as pasted into bash, with the environment's Python and our command on the path."""
-    (here / "bin").mkdir(exist_ok=True)
-    for name, words in (("python", ""), ("miles-async", "-m miles_async ")):
-        (here / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words}"$@"\n')
-        (here / "bin" / name).chmod(0o755)
-    env = {**os.environ, "PATH": f"{here / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": FOUND}
     words = ["bash", "-c", line]
-    return subprocess.run(words, cwd=here, env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=240)
+    return subprocess.run(
+        words, cwd=here, env=reader_env(here), capture_output=True, encoding="utf-8", errors="replace", timeout=240
+    )
 
 
 async def trained(bus: Bus) -> list[str]:
@@ -334,7 +329,7 @@ def test_commands_about_a_run_answer_as_the_pages_show(desk: Desk) -> None:
     asking = dict(desk.left)
     desk.try_all("whatif", "status", "doctor", "bus", "ledger", "trace", "samples", "report", "completion")
     desk.try_all("tune")
-    for line in [c.line for c in COMMANDS if c.line.startswith("redis-cli -s") and not NO_REDIS]:
+    for line in [c.line for c in COMMANDS if c.line.startswith("redis-cli -s")]:
         done = shell(desk.here, line)
         if done.returncode != 0 or not done.stdout.strip() or "ERR" in done.stdout:
             desk.wrong.append(f"{line}: {done.stdout}{done.stderr}")

@@ -24,6 +24,7 @@ SAFE = r"\x1b]0;owned\x07\x1b[2J\x0d\x9b31m all" + "\nis\twell"
 def test_no_control_character_is_left_but_line_feed_and_tab():
     assert printable(EVIL) == SAFE
     assert printable("naïve 数学 😀") == "naïve 数学 😀"
+    assert printable("\ud83d") == r"\ud83d", "half of a pair, which no message takes"
 
 
 @pytest.mark.parametrize("words", [["bus", "dead", "list"], ["bus", "tail", "events", "--no-follow"], ["status"], ["doctor"],

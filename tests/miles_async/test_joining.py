@@ -12,7 +12,7 @@ import pytest
 from bus import Bus, BusConfig
 from bus.identity import Identity, read_identity, write_identity
 from miles_async.cli.app import main
-from miles_async.launcher.plan import Place
+from miles_async.launcher.place import Place
 from miles_async.launcher.prepare import claim_identity, engine_token
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from

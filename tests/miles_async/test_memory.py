@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,7 @@ def test_a_full_micro_batch_that_may_not_fit_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, shape: str, says: str | None
 ) -> None:
     monkeypatch.setattr("miles_async.launcher.memory.gpu_bytes", lambda: 143_771 << 20)
+    monkeypatch.setattr("miles_async.launcher.memory.host_bytes", lambda: 1 << 50)
     monkeypatch.setattr("miles_async.launcher.memory.parameters", lambda _: sizes_of(shape))
     flags = f"{ON_GPU} --max-tokens-per-gpu 16384 --hf-checkpoint m {flags}"
     notes = check_memory(made(tmp_path, flags=flags).settings, config_of(shape))
@@ -238,6 +240,25 @@ def test_what_leaves_the_gpu_has_room_on_the_host(flags: str, free: int, says: s
     with pytest.raises(SettingsError, match=says) as caught:
         trainer.check_host(free * BILLION, H200)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "free", "says"),
+    [  # 4B parameters: weights 2 bytes, once; masters and moments 12, each rank its part, or the first ranks all
+        ("", 57, ""),
+        ("", 56, r"needs 52\.4 GiB of memory, 52\.4 GiB for it, and has 52\.2 GiB free\. .* \(--no-save-optim\)\.$"),
+        ("--no-save-optim", 9, ""),
+        ("--no-save", 1, ""),
+        ("--actor-num-gpus-per-node 4 --global-batch-size 32", 57, ""),
+        ("--actor-num-gpus-per-node 2 --actor-num-nodes 2 --train-master h:1 --global-batch-size 32", 33, ""),
+        ("--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 32", 57, ""),
+        ("--optimizer-cpu-offload", 120, "needs 112.4 GiB of memory, 52.4 GiB for it"),
+    ],
+)
+def test_a_checkpoint_on_its_way_has_room_on_the_host(flags: str, free: int, says: str, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "4b", f"--train-backend megatron --max-tokens-per-gpu 8192 {flags}")
+    told = "; ".join(trainer.notes_of_host(free * BILLION))
+    assert re.search(says, told) if says else not told
 
 
 def test_more_ranks_of_fsdp_have_room_wherever_they_are(tmp_path: Path) -> None:

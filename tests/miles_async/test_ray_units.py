@@ -6,7 +6,7 @@ import pytest
 
 from actors.generation.node import words_of
 from actors.generation.spec import GenerationSpec
-from miles_async.cli.ray import entrypoint, parse, run
+from miles_async.cli.ray import entrypoint, parse, run, submitted
 from miles_async.launcher.ray_units import Unit, no_room, parts_of, units_of
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
@@ -113,3 +113,35 @@ def test_a_secret_is_no_part_of_a_job_that_the_whole_cluster_sees(words: list[st
     with pytest.raises(SettingsError, match="--wandb-key would be readable to all users of the cluster") as refused:
         run(parse(["submit", "run.toml", "--", *words]))
     assert "hush" not in str(refused.value)
+
+
+class Head:
+    """A cluster's answers to a job, in turn; the last one stays."""
+
+    def __init__(self, *says: str) -> None:
+        self._says, self.asked = list(says), 0
+
+    def submit_job(self, *, entrypoint: str, runtime_env: dict[str, object]) -> str:
+        self.asked += 1
+        said = self._says.pop(0) if len(self._says) > 1 else self._says[0]
+        if said.startswith("Request failed"):
+            raise RuntimeError(said)
+        return said
+
+
+NOT_YET = "Request failed with status code 500: No available agent to submit job, please try again later."
+
+
+@pytest.mark.parametrize(
+    ("says", "within_s", "asked"), [(NOT_YET, 0.0, 1), ("Request failed with status code 400: no such package", 60.0, 1)]
+)
+def test_a_job_that_is_refused_is_one_line(says: str, within_s: float, asked: int) -> None:
+    head = Head(says)
+    with pytest.raises(SettingsError, match="the cluster refused the job: Request failed"):
+        submitted(head, "train", {}, within_s)
+    assert head.asked == asked
+
+
+def test_a_job_waits_for_a_head_that_has_just_started() -> None:
+    head = Head(NOT_YET, "raysubmit_1")
+    assert (submitted(head, "train", {}), head.asked) == ("raysubmit_1", 2)

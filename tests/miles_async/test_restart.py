@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from actors.runtime.child import log_tail
+from actors.runtime.run import EXIT_BUS_GONE, EXIT_DONE, EXIT_DRAINED
+from bus import BusConfig, SystemClock
 from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.restart import FIRST_PAUSE_S, LONGEST_PAUSE_S, QUICK_S, Ending, Verdict, judge_exit
-from miles_async.launcher.supervisor import last_words
+from miles_async.launcher.supervisor import End, RunFailed, Supervisor, last_words
+from tests.declared import actor_of
 
 CRASHED, KILLED, BUS_GONE = 70, -9, 75
 BUDGET = 3
@@ -64,11 +69,50 @@ def test_steps_say_nothing_of_other_actors() -> None:
 
 @pytest.mark.parametrize(
     ("code", "action", "reason"),
-    [(0, "done", ""), (2, "give_up", "w refused to start"), (65, "give_up", "w cannot go on"), (76, "give_up", "the bus was lost")],
+    [
+        (10, "done", ""),
+        (2, "give_up", "w refused to start"),
+        (65, "give_up", "w cannot go on"),
+        (76, "give_up", "the bus was lost"),
+    ],
 )
 def test_what_a_restart_would_not_change_is_final(code: int, action: str, reason: str) -> None:
     verdict = judge_exit("w", Ending(0.0, code, 0), (), BUDGET)
     assert (verdict.action, verdict.reason) == (action, reason)
+
+def test_the_status_of_any_program_that_ends_is_not_that_of_an_actor_whose_work_is_done() -> None:
+    """A filter of a user's that called sys.exit() left its run standing for ever."""
+    assert judge_exit("filter", Ending(0.0, 0, 0), (), BUDGET).action == "restart"
+
+
+class Scripted:
+    """A placer whose processes have ended with these statuses, one after the other."""
+
+    def __init__(self, codes: list[int]) -> None:
+        self.codes, self.starts = codes, 0
+        self.notes: list[tuple[str, str]] = []
+
+    def add(self, spec: Any) -> None: ...
+
+    async def place(self, spec: Any) -> None: ...
+
+    async def start(self, spec: Any) -> Any:
+        self.starts += 1
+
+    async def end_of(self, spec: Any, process: Any) -> End:
+        return End(self.codes.pop(0), ["its last words"], "a.log")
+
+
+async def test_an_actor_that_somebody_asked_to_end_starts_again_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often: a drained actor has not failed. One whose work is done stays away."""
+    monkeypatch.setattr("miles_async.launcher.supervisor.AGAIN_S", 0.0)
+    placer = Scripted([EXIT_DRAINED] * 9 + [EXIT_DONE])
+    supervisor = Supervisor(cast(Any, placer), SystemClock(), budget=BUDGET, furthest=cast(Any, None))
+    supervisor.add(actor_of(name="filter", role="filter", bus=BusConfig(url="redis://nowhere", run="r")))
+    await supervisor.watch(supervisor.kept["filter"])
+    assert placer.starts == 10 and len(placer.notes) == 9
+    assert placer.notes[0] == ("restart", "filter was asked to end (SIGTERM), and drained; the run goes on: restarting")
+
 
 def test_an_actor_that_others_stand_in_for_is_tried_again_after_growing_pauses() -> None:
     now, former, waits = 0.0, [], []
@@ -90,6 +134,24 @@ def test_an_actor_that_worked_well_after_a_pause_starts_afresh() -> None:
     former = [Ending(0.0, CRASHED, 0, pause_s=LONGEST_PAUSE_S)]
     ending = Ending(LONGEST_PAUSE_S + 2 * QUICK_S, CRASHED, 0)
     assert judge_exit("generation-1", ending, former, BUDGET, spared=True) == Verdict("restart")
+
+
+async def test_a_folder_that_was_removed_is_made_anew_and_a_run_without_its_own_ends_in_one_line(tmp_path: Path) -> None:
+    home = tmp_path / "r"
+    home.mkdir()
+    placer = LocalPlacer(home, threads={}, servers={})
+    supervisor = Supervisor(placer, SystemClock(), budget=BUDGET, furthest=cast(Any, None))
+    bus = BusConfig(url=f"unix://{home}/none.sock", run="r", deadline_s=0.1)
+    spec = actor_of(name="p", role="partial", bus=bus, run_dir=str(home))
+    supervisor.add(spec)
+    for folder in ("actors", "logs"):
+        shutil.rmtree(home / folder)
+    end = await placer.end_of(spec, await placer.start(spec))
+    assert end.code == EXIT_BUS_GONE and "did not answer" in last_words(end.lines, "p")
+    shutil.rmtree(home)
+    said = r"^p cannot be started: No such file or directory: .*/r/actors\. Put back what is missing\.$"
+    with pytest.raises(RunFailed, match=said):
+        await supervisor.watch(supervisor.kept["p"])
 
 
 def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from bus import Bus, BusConfig, Commit
 from bus.knobs.live import propose, read_history, values_at
 from bus.knobs.plans import cancel, plan
 from miles_async.launcher import prepare
-from miles_async.launcher.plan import Place, backend_config, told
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import backend_config, told
 from miles_async.launcher.prepare import engine_token, place_of, prepare_bus
 from miles_async.launcher.resume import check_resume, load_dir, move_tracker, resumes_from
 from miles_async.settings.checks import check_model
@@ -44,6 +45,18 @@ def test_a_folder_for_runs_that_cannot_be_made_is_refused_by_its_own_name(tmp_pa
     said = refused(make(tmp_path, runs_dir=str(tmp_path / "file" / "runs")))
     assert said.startswith("runs_dir = ") and f"{tmp_path / 'file'} is a file, not a folder" in said
     assert refused(make(tmp_path, runs_dir=str(tmp_path / ("x" * 300)))).startswith("runs_dir = ")
+
+
+def test_so_is_every_other_folder_that_the_run_would_write_at_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    under, free = tmp_path / "file" / "x", tmp_path / "free"
+    for name in ("save", "save_hf", "save_debug_rollout_data", "save_debug_train_data", "tensorboard_dir"):
+        inside = {"save": "", "tensorboard_dir": ""}.get(name, "/{rollout_id}_{rank}" if "train" in name else "/{rollout_id}")
+        said = refused(make(tmp_path / "ckpt", **{name: f"{under}{inside}"}))
+        assert said.startswith(f"{name} = ") and f"{tmp_path / 'file'} is a file, not a folder" in said, said
+        check_resume(make(tmp_path / "ckpt", **{name: f"{free}{inside}"}))
+    assert refused(make(tmp_path / "ckpt", dump_details=str(under))).startswith("save_debug_rollout_data = ")
+    assert not free.exists(), "nothing is made"
 
 
 def test_the_tracker_or_ckpt_step_says_which(tmp_path: Path) -> None:

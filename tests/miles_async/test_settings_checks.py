@@ -215,6 +215,9 @@ def test_bad_model_directories_are_refused(data, model, tmp_path):
     assert "hf_checkpoint" in refusal(make(data, hf_checkpoint=str(model)))
     assert "no tokenizer.json" in refusal(make(data, hf_checkpoint=str(model)))
     (model / "tokenizer.json").write_text("{}")
+    for text, said in (("{", "generation_config.json cannot be read"), ("[1]", "generation_config.json is not a JSON object")):
+        (model / "generation_config.json").write_text(text)
+        assert said in refusal(make(data, hf_checkpoint=str(model)))
     (model / "config.json").write_text("{")
     assert "config.json cannot be read" in refusal(make(data, hf_checkpoint=str(model)))
 

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from miles_async.launcher.plan import Place, room_specs
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import room_specs
 from tests.miles_async.test_settings_serving import made, refusal
 
 PLACE = Place(

@@ -12,7 +12,8 @@ import pytest
 
 from actors.trainer.backend import BackendConfig
 from miles_async.cli import app
-from miles_async.launcher.plan import Place, backend_config, objective_config, room_specs
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import backend_config, objective_config, room_specs
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import load, settings_from

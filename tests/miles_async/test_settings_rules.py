@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_async.launcher.engines import engine_specs
-from miles_async.launcher.plan import Place
+from miles_async.launcher.place import Place
 from miles_async.settings.checks import check_model
 from miles_async.settings.derive import solve_four_knobs
 from miles_async.settings.errors import SettingsError

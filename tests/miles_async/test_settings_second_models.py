@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from miles_async.launcher.plan import Place, backend_config, room_specs
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import backend_config, room_specs
 from miles_async.launcher.preflight import preflight
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from

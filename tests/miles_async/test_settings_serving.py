@@ -9,7 +9,8 @@ import pytest
 
 from miles_async.cli.flags import parse_flags
 from miles_async.launcher.engines import engine_specs
-from miles_async.launcher.plan import Place, backend_config
+from miles_async.launcher.place import Place
+from miles_async.launcher.plan import backend_config
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import Loaded, load, settings_from
@@ -137,6 +138,12 @@ def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
         ),
         ("", "--engine sglang --rollout-num-gpus 2 --rollout-gpu-ids 1", ("rollout_gpu_ids = [1]", "1 ids for 2 GPUs")),
         ("", "--engine sglang --rollout-num-gpus-per-engine 2 --rollout-gpu-ids 1 1", ("needs different GPUs",)),
+        ("", "--sglang-fused-sampling", ("sglang_fused_sampling = true", "engine is 'embedded'")),
+        (
+            "",
+            "--engine sglang --rollout-num-gpus-per-engine 2 --sglang-fused-sampling",
+            ("sglang_fused_sampling = true", "rollout_num_gpus_per_engine is 2"),
+        ),
         (
             "",
             "--no-use-router --sglang-router-ip a --sglang-router-port 1",
@@ -182,6 +189,13 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, table: str, flags
 def settings(**fields: object) -> RunSettings:
     base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math"}
     return settings_from(**{**base, **fields})
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_workers_are_told_whether_their_engine_draws_in_one_pass(wanted: bool) -> None:
+    place = Place(run_dir="", model_dir="m", weights_dir="", blob_dir="", stop_token_ids=(), num_rollout=3, fingerprint="")
+    specs = engine_specs(settings(engine="sglang", sglang_fused_sampling=wanted), place)
+    assert [spec.draws for _, role, spec in specs if role == "generation"] == [wanted]
 
 
 def test_equal_logprobs_ask_engine_and_trainer_for_the_same_kernels() -> None:

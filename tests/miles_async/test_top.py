@@ -119,6 +119,9 @@ async def test_every_view_fits_any_terminal_and_alarms_come_first(
             await view.press("7", shows="the doctor at")
             assert (len(view.lines), max(map(len, view.lines))) <= (height, width)
         await view.press("6", "f", shows="events from warning on")
+        for who in ("reward", "filter", "sampler"):
+            await view.story.say(EVENTS, Event(actor=who, kind="gave up", text="x", wall=time.time(), level="error"))
+        await view.until(lambda: len(view.app.page.alarms.open()) > 3)
         await view.pilot.resize_terminal(30, 9)
         await view.press("1", shows="1 Run")
         assert all(len(line) <= 30 for line in view.lines)
@@ -185,6 +188,16 @@ async def test_an_alarm_stays_with_its_time_until_it_is_acknowledged(
         again = Event(actor="reward", kind="gave up", text="no judge", wall=now + 1, level="error")
         await view.story.say(EVENTS, again)
         await view.until(lambda: "reward: gave up: no judge" in view.lines[1])
+
+
+def test_the_cause_stands_before_what_follows_from_it_and_what_holds_before_what_has_gone() -> None:
+    alarms = Alarms()
+    follows = {"who": "abandoned entry", "about": "a", "level": "error", "text": "held", "wall": 20.0, "now": True}
+    cause = follows | {"who": "stopped process", "about": "generation-0", "wall": 15.0}
+    gone = follows | {"who": "disk", "about": "d", "wall": 30.0}
+    alarms.see([follows, gone], [])
+    alarms.see([cause, follows], [])
+    assert [a.who for a in alarms.open()] == ["stopped process", "abandoned entry", "disk"]
 
 
 def test_what_has_gone_by_itself_stays_until_it_was_seen_and_what_still_holds_is_quiet_until_it_comes_again() -> None:

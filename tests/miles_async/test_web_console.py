@@ -187,10 +187,11 @@ def test_a_port_that_is_taken_or_none_is_refused_in_one_line(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        for wanted in (port, 99999):
+        for wanted, why in ((port, "another program listens there"), (99999, "ports end at 65535")):
             status = app.main(["console", run_name, "--runs-dir", str(tmp_path), "--port", str(wanted)])
             err = capsys.readouterr().err
-            assert status == 2 and err.count("\n") == 1 and f"--port = {wanted}: cannot listen on 127.0.0.1:{wanted}" in err
+            said = f"--port = {wanted}: cannot listen on 127.0.0.1:{wanted}: {why}. Choose another"
+            assert status == 2 and err.count("\n") == 1 and said in err
 
 
 def test_an_ended_run_is_shown_from_a_copy_and_cannot_be_changed(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_the_comparison_says_how_far_the_simulation_is_off(monkeypatch):
     lines = record(
         wall_s=2.4, **{"perf/wait_s": 1.3}
     )  # half of the time the trainer waits, for nothing that is on record
-    assert "Warning: that is more than 10 % off" in text(compare(recorded(lines), {}, seeds=1))
+    assert "Warning: that is more than 5 % off" in text(compare(recorded(lines), {}, seeds=1))
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.trainer.record import batch_of, read_record
+from actors.trainer.record import read_record
+from actors.trainer.replay import batch_of
 from bus.blobs.files import FileBlobs
 from tests import sights
 from tests.crash.conftest import Launch

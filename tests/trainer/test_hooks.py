@@ -141,6 +141,15 @@ def test_the_backend_trains_with_hooks_and_refuses_bad_ones_before_the_model(
         TorchBackend().setup(missing_model)
 
 
+class Mute(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def mute(*args: object) -> None:
+    raise Mute
+
+
 def test_a_function_that_fails_at_work_refuses_the_batch_and_changes_nothing(
     make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +157,12 @@ def test_a_function_that_fails_at_work_refuses_the_batch_and_changes_nothing(
     monkeypatch.setitem(HOOKS, HERE + "twice_the_mean", lambda args, inputs: 1 / 0)
     before = backend.weights_hash()
     with pytest.raises(BatchRefused, match=r"custom_advantage_function_path.*raised ZeroDivisionError"):
+        backend.train_step(make_batch(1))
+    monkeypatch.setitem(HOOKS, HERE + "twice_the_mean", lambda args, inputs: sys.exit())
+    with pytest.raises(BatchRefused, match=r"custom_advantage_function_path.*raised SystemExit"):
+        backend.train_step(make_batch(1))
+    monkeypatch.setitem(HOOKS, HERE + "twice_the_mean", mute)
+    with pytest.raises(BatchRefused, match=r"custom_advantage_function_path.*raised Mute: its text cannot be made"):
         backend.train_step(make_batch(1))
     assert backend.weights_hash() == before
 

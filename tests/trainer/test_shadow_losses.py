@@ -11,7 +11,8 @@ import pytest
 
 from actors.trainer.backend import BackendConfig
 from actors.trainer.checkpoint import iter_dir
-from actors.trainer.record import RecordedBatch, batch_of
+from actors.trainer.record import RecordedBatch
+from actors.trainer.replay import batch_of
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.groups import GroupKept
 from bus.messages.policy import StepDone

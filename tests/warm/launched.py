@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,8 +28,10 @@ def warm_server() -> Iterator[Path | None]:
         return
     with TemporaryDirectory(prefix="ma-warm-") as directory:
         socket = Path(directory) / "socket"
+        skew = clock_of(Path(directory))
         words = [sys.executable, "-P", str(HERE / "server.py"), str(socket), "-" * 2000]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {"LD_PRELOAD": str(skew)} if skew.exists() else {}
         with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE) as server:  # it ends when its stdin does
             end = time.monotonic() + 60
             while not socket.exists():
@@ -36,6 +39,16 @@ def warm_server() -> Iterator[Path | None]:
                 time.sleep(0.02)
             yield socket
             server.communicate(timeout=30)
+
+
+def clock_of(folder: Path) -> Path:
+    """A library under which a process has the wall clock of its host (tests/hosts/skew.c), as the warm server has it for those that
+    it forks. Made where there can be hosts."""
+    made = folder / "skew.so"
+    if not made.exists() and os.geteuid() == 0 and shutil.which("cc") is not None:
+        source = HERE.parent / "hosts" / "skew.c"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(made), str(source), "-ldl"], check=True)
+    return made
 
 
 def warmed(socket: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -48,8 +61,17 @@ class Warmed:
     """`python -m words`, with its output in files. It ends with this process."""
 
     def __init__(
-        self, socket: Path, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: IO[Any], stderr: IO[Any]
+        self,
+        socket: Path,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        stdout: IO[Any],
+        stderr: IO[Any],
+        like: int | None = None,
     ) -> None:
+        """`like`: a process on whose host it is to be (tests/hosts/net.py); None: on this one."""
         self.args, self.returncode = list(words), None
         told = warmed(socket, env)
         with open(os.devnull) as null:
@@ -60,6 +82,7 @@ class Warmed:
                 paths=[str(cwd), *told["PYTHONPATH"].split(os.pathsep)],
                 cwd=str(cwd),
                 handles=[null.fileno(), stdout.fileno(), stderr.fileno()],
+                like=like or "self",
             )
         assert held is not None, "the warm server is gone"
         self._held = held
@@ -89,6 +112,9 @@ class Warmed:
         """Unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

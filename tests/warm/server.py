@@ -23,6 +23,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 MOST = 1 << 17  # bytes of a message: an environment
+SPACES = ("mnt", "net", "uts")  # as in sitecustomize.py
+HANDLES = 3 + len(SPACES)  # stdin, stdout, stderr, and namespaces
 OWN = list(sys.path)
 
 
@@ -36,8 +38,8 @@ def main(path: str) -> None:
     os.rename(f"{path}.new", path)  # who sees it is answered
     while 0 not in select.select([0, listener], [], [])[0]:
         asking, _ = listener.accept()
-        data, handles, _, _ = socket.recv_fds(asking, MOST, 3)
-        if len(handles) == 3:
+        data, handles, _, _ = socket.recv_fds(asking, MOST, HANDLES)
+        if len(handles) == HANDLES:
             modules = json.loads(data)["modules"]
             template = templates.get(str(modules))
             if template is None:
@@ -76,7 +78,7 @@ def serve(inside: socket.socket, modules: list[str], told: dict[str, Any], handl
             return told, handles
         for handle in handles:
             os.close(handle)
-        data, handles, _, _ = socket.recv_fds(inside, MOST, 4)
+        data, handles, _, _ = socket.recv_fds(inside, MOST, HANDLES + 1)
         if not data:
             os._exit(0)
         told = json.loads(data)
@@ -94,10 +96,13 @@ def take_path(told: dict[str, Any]) -> None:
 
 def become(what: tuple[dict[str, Any], list[int]]) -> None:
     """What was asked for, as `python -m` would run it."""
-    told, (*standard, asking) = what
+    told, (*given, asking) = what
+    standard, spaces = given[:3], given[3:]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()  # the keeper too: a signal to the tests' group must not leave what it keeps alone
     if child := os.fork():
+        for space in spaces:
+            os.close(space)
         keep(child, asking)
     os.setsid()
     for number, handle in enumerate(standard):
@@ -111,7 +116,13 @@ def become(what: tuple[dict[str, Any], list[int]]) -> None:
     os.environ.clear()
     os.environ.update(told["env"])
     take_path(told)
-    os.chdir(told["cwd"])
+    try:
+        enter(spaces)
+        os.chdir(told["cwd"])
+    except OSError:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     random.seed()
     sys.argv = list(told["words"])
     from actors.runtime.child import PYTHON
@@ -132,6 +143,18 @@ def become(what: tuple[dict[str, Any], list[int]]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else code is not None)  # without taking apart, and so copying, what it shares
+
+
+def enter(spaces: list[int]) -> None:
+    """Be on the host of these namespaces, where that is another one."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for space, name in zip(spaces, SPACES, strict=True):
+        if not os.path.sameopenfile(space, own := os.open(f"/proc/self/ns/{name}", os.O_RDONLY)) and libc.setns(space, 0):
+            raise OSError(ctypes.get_errno(), f"setns {name}: {os.strerror(ctypes.get_errno())}")
+        os.close(own)
+        os.close(space)
 
 
 def keep(child: int, asking: int) -> NoReturn:

@@ -5,6 +5,7 @@ import os
 import sys
 
 WARM = "MILES_ASYNC_TEST_WARM"  # path of the warm server's socket
+SPACES = ("mnt", "net", "uts")  # what makes a host; the namespace of users and others are the same on all
 FORK_SERVER = "actors.runtime.fork_server"
 LOADS = {  # what is loaded before a program of ours is started, where that is more than the program
     FORK_SERVER: (),  # its flags, which name them
@@ -13,21 +14,26 @@ LOADS = {  # what is loaded before a program of ours is started, where that is m
 }
 
 
-def ask(path, words, *, env, paths, cwd, handles):
-    """Have it run `python -m *words`. A connection that says first its pid and then its exit status, and ends it when it is closed;
-    None when nobody is there."""
+def ask(path, words, *, env, paths, cwd, handles, like="self"):
+    """Have it run `python -m *words` on the host (tests/hosts) on which the process `like` is. A connection that says first its pid
+    and then its exit status, and ends it when it is closed; None when nobody is there."""
     import json
     import socket
 
     modules = [FORK_SERVER, *(words[1:-1] if words[0] == FORK_SERVER else LOADS.get(words[0], words[:1]))]
     told = {"modules": modules, "words": words, "env": env, "path": paths, "cwd": cwd}
     warm = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    spaces = []
     try:
+        spaces += [os.open(f"/proc/{like}/ns/{space}", os.O_RDONLY | os.O_CLOEXEC) for space in SPACES]
         warm.connect(path)
-        socket.send_fds(warm, [json.dumps(told).encode()], handles)
+        socket.send_fds(warm, [json.dumps(told).encode()], [*handles, *spaces])
     except OSError:
         warm.close()
         return None  # it starts as it would anywhere else
+    finally:
+        for space in spaces:
+            os.close(space)
     return warm
 
 

@@ -120,11 +120,22 @@ EXAMPLES: tuple[Message, ...] = (
     Send(version=VERSION, transport="nccl", seats=(Seat("w1", 2, "host-a", "1700000000000-0"),), attempt=2),
     SendFailed(version=VERSION, workers=("w1", "w2"), text="w2 left before it was sent"),
     _more(WeightsReady, manifest=WeightManifest(transport="nccl", n_tensors=3, n_bytes=46, plan="redis:ab:9", host="h"), attempt=1),
-    _more(Vitals, slots=64, memory="8c070432-1d", depot="http://10.0.0.7:7070", received=1 << 20, processes="8c070432-f0"),
+    _more(
+        Vitals,
+        slots=64,
+        memory="8c070432-1d",
+        depot="http://10.0.0.7:7070",
+        received=1 << 20,
+        processes="8c070432-f0",
+        takes=8,
+        release="0.1.0",
+    ),
     _more(
         Activate,
         parcel=Parcel(id="0f" * 16, piece_bytes=65536, files=(ParcelFile("model.safetensors", 46, bytes(range(16))),)),
         sources=("http://10.0.0.6:7070", "http://:7071"),
+        delta=Parcel(id="1e" * 16, piece_bytes=65536, files=(ParcelFile("model.safetensors.xor", 9, bytes(range(16))),)),
+        base="2d" * 16,
     ),
     _more(
         KnobPatch,

@@ -17,6 +17,7 @@ import msgspec
 
 from actors.generation.endpoint.server import Endpoint, Episode
 from actors.generation.rollouts.session import Session, Task, Trajectory
+from actors.runtime.contained import contained
 from actors.runtime.whole import in_thread
 from bus.errors import Poison
 
@@ -56,10 +57,11 @@ class AgentProgram:
 
     async def _call(self, task: Task, key: str) -> Any:
         url = self._endpoint.url
-        if inspect.iscoroutinefunction(self._run):
-            return await self._run(task, url, key)
-        value = await in_thread(self._run, task, url, key)
-        return await value if inspect.isawaitable(value) else value
+        with contained():
+            if inspect.iscoroutinefunction(self._run):
+                return await self._run(task, url, key)
+            value = await in_thread(self._run, task, url, key)
+            return await value if inspect.isawaitable(value) else value
 
     async def _watch(self, agent: asyncio.Future[Any], episode: Episode) -> None:
         """Until the agent ends; raises AgentHangs. Woken by its end, else when it could be late."""

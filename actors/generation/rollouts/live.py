@@ -21,6 +21,7 @@ from actors.generation.rollouts.stops import until, watching
 from actors.generation.rollouts.world import World, Worlds
 from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
+from actors.runtime.contained import contained
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.whole import in_thread
 from bus import Entry
@@ -77,10 +78,8 @@ class Live:
         self._owner = asyncio.current_task()
         assert self._owner is not None
         try:
-            if deadline_s is None:
-                found = await program(self.task, self)
-            else:
-                async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s):
+                with contained():
                     found = await program(self.task, self)
         except asyncio.CancelledError:
             if self._reason is None or self._owner.uncancel() > 0:

@@ -6,9 +6,11 @@ chunks wear while they score; always true: outside `wearing` the chunks hold the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -17,10 +19,12 @@ from torch import Tensor
 
 from actors.runtime.checksum import checksum
 from actors.runtime.hooks import load_hook
+from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchSample
 from actors.trainer.hooks import install
 from actors.trainer.megatron_backend import setup
-from actors.trainer.megatron_backend.checkpoint import load_sharded, save_sharded
+from actors.trainer.megatron_backend.balance import Balance
+from actors.trainer.megatron_backend.checkpoint import check_can_save, load_sharded, save_sharded
 from actors.trainer.megatron_backend.host import on_device
 from actors.trainer.megatron_backend.layout import layout_of
 from actors.trainer.megatron_backend.optimizer import Update
@@ -44,6 +48,8 @@ from actors.trainer.training.state import no_optimizer
 from actors.trainer.training.step import settle_objective
 from actors.trainer.training.verbs import Core, Packed, PolicyLoss, Rates, ValueLoss, Work
 
+PREFIXES = {"ref_logp": "ref_", "teacher_logp": "teacher_"}
+"""What Miles calls the log-probs of a model, before log_probs."""
 HASHED_BYTES = 1 << 30  # of a bucket on its way to be hashed
 
 
@@ -77,22 +83,44 @@ class MegatronCore(Core):
         self.old_actors = OldActors(on_host=True)
         self.others: dict[str, dict[str, Tensor]] = {}
         for which, directory in self._others():
-            self.model.load(directory)
+            self._fill(directory)
             self.others[which] = copies(self.model.weights(), on_host=True)
-        self.model.load(config.hf_checkpoint)
+        self._fill(config.hf_checkpoint)
         self.fp8 = scheme_of(self.model.source)
         self.offload = Offload(config.offload_train_target, config.offload_dir)
         with on_device():
-            self.update = Update(self.model.optimizer_config, self.model.chunks)
+            with setup.told_by_megatron():
+                self.update = Update(self.model.optimizer_config, self.model.chunks)
             cap = self.model.architecture.logit_cap
             self.schedule = Schedule(self.model.chunks, self.groups, vocab=self.model.vocab, cap=cap)
         if mode_of(config):
             arch, parts = self.model.architecture, self.groups.tp if own.sequence_parallel and self.groups.tp.size() > 1 else None
             shape = RouteShape(arch.layers, int(arch.transformer["moe_router_topk"]), arch.experts)
             self.schedule.replay = Replay(self.model.bare, shape, parts, self.device)
+        transformer = self.schedule.config
+        if self.model.architecture.experts and (transformer.moe_aux_loss_coeff or transformer.moe_z_loss_coeff):
+            with on_device():
+                self.schedule.balance = Balance(self.model.bare, transformer, self.groups, self.device)
+        with on_device():
+            optimizer, reference = self._saved_optimizer(), self._moving_reference()
+            self._agreed(lambda: check_can_save(self.model.bare, optimizer=optimizer, reference=reference))
         self._hooks = {name: load_hook(path) for name, path in setup.hooks_of(own).items()}
-        if "init" in self._hooks:
-            self._hooks["init"](self)
+        self._place = 0, 0  # rollout batch, and optimizer step in it
+        self._call_hook("init")
+
+    def _fill(self, directory: str) -> None:
+        """The chunks with a model's weights."""
+        self._agreed(lambda: self.model.load(directory))
+
+    def _agreed(self, check: Callable[[], None]) -> None:
+        """What one rank finds wrong in its own part is refused by all: they would wait for it in what comes next."""
+        fault = ""
+        try:
+            check()
+        except Refused as error:
+            fault = str(error)
+        if said := self.ranks.first_said(fault):
+            raise Refused(said)
 
     def _others(self) -> Iterator[tuple[str, str]]:
         if self.objective.needs_ref_logp:
@@ -147,7 +175,7 @@ class MegatronCore(Core):
     def score(self, which: str, packed: Packed, work: Sequence[Work]) -> Tensor:
         values = torch.zeros(packed.response_tokens)
         every = [one for mine in work for one in mine]
-        self._call_hook("before_log_prob")
+        self._call_hook("before_log_prob", self.model.chunks, PREFIXES.get(which, ""))
         routed = self._routed(every, records=True) if which == "old_logp" else nullcontext()  # other models choose themselves
         with self._wearing(self.others.get(which)), routed, on_device():
             for (_, micro), logp in zip(every, self.schedule.forward_only(every), strict=True):
@@ -169,6 +197,12 @@ class MegatronCore(Core):
         if "ref_logp" in self.others:
             self.others["ref_logp"] = copies(self.model.weights(), on_host=True)
 
+    def _saved_optimizer(self) -> Any:
+        return None if self.config.no_save_optim else self.update.optimizer
+
+    def _moving_reference(self) -> Mapping[str, Tensor] | None:
+        return self.others.get("ref_logp") if self.config.ref_update_interval else None
+
     def _wearing(self, weights: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
         return nullcontext() if weights is None else self.old_actors.worn(self.model.weights(), weights)
 
@@ -177,7 +211,8 @@ class MegatronCore(Core):
     def forward_backward(
         self, work: Work, policy: PolicyLoss, value: ValueLoss, *, learns: bool, entropy_gradient: bool, watch: Stopwatch
     ) -> None:
-        self._call_hook("before_train_step")
+        self._call_hook("before_train_step", *self._place, self.model.chunks, self.update.optimizer, None)
+        self._place = self._place[0], self._place[1] + 1
         with watch.phase("forward_backward"), on_device():
             self.update.clear()
             with self._routed(work):
@@ -185,16 +220,26 @@ class MegatronCore(Core):
 
     def apply(self, rates: Rates, *, update: bool) -> tuple[dict[str, float], bool]:
         with on_device():
+            measured = {} if self.schedule.balance is None else self.schedule.balance.measured()
             norm = self.update.norm()
             finite = norm < float("inf")  # false for nan too
             if finite and update:
                 self.update.step(norm, lr=rates.lr, limit=rates.clip)
                 self.updates += 1
-        return {"grad_norm": norm}, finite
+        return {"grad_norm": norm, **measured}, finite
 
-    def _call_hook(self, name: str) -> None:
-        if name in self._hooks:
-            self._hooks[name](self)
+    def rates(self, step: int, knobs: Mapping[str, Any]) -> Rates:
+        self._place = step, 0
+        return super().rates(step, knobs)
+
+    def _call_hook(self, name: str, *as_miles: Any) -> None:
+        """With this core; a function whose first parameter is `args` as Miles calls it, with what follows them there."""
+        if (hook := self._hooks.get(name)) is None:
+            return
+        if next(iter(inspect.signature(hook).parameters), "") == "args":
+            hook(setup.args_of(self.config, self.own, self.schedule.config), *as_miles)
+        else:
+            hook(self)
 
     # -- out: versions and checkpoints ------------------------------------------------------------------------------
 
@@ -229,19 +274,22 @@ class MegatronCore(Core):
         with on_device():
             write = save_sharded(
                 self.model.bare, directory, extra=counters, group=self.groups.files,
-                optimizer=None if self.config.no_save_optim else self.update.optimizer,
+                optimizer=self._saved_optimizer(), reference=self._moving_reference(),
             )  # fmt: skip
         return Shards(write, directory, self.model.source)
 
     def read(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
-        held = check(directory, self.model.architecture)
+        held = check(directory, self.model.architecture, moving=self._moving_reference() is not None)
         if not (held or "optim" in drops or self.config.no_save_optim):
             raise no_optimizer(directory)
 
     def load(self, directory: Path, read: None, drops: tuple[str, ...] = ()) -> None:
         fresh = "optim" in drops or not holds_optimizer(directory)
         optimizer = None if fresh else self.update.optimizer
-        said = load_sharded(self.model.bare, self.model.architecture, directory, optimizer=optimizer, with_extra=True)
+        said = load_sharded(
+            self.model.bare, self.model.architecture, directory, optimizer=optimizer, reference=self._moving_reference(),
+            with_extra=True,
+        )  # fmt: skip
         if fresh:
             self.update.begin_anew()
         self.update.steps = 0 if fresh else msgspec.convert(said, Counters).optimizer_steps

@@ -21,6 +21,17 @@ OF_TRANSFORMER = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
     "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", *RENAMED,
 )  # fmt: skip
+OF_MODEL: Mapping[str, Any] = {
+    "add_bias_linear": False, "apply_residual_connection_post_layernorm": False, "attention_output_gate": False,
+    "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "gated_linear_unit": True,
+    "experimental_attention_variant": None, "heterogeneous_block_specs": False, "layernorm_zero_centered_gamma": False,
+    "linear_attention_freq": None, "moe_apply_probs_on_input": False, "moe_latent_size": None, "moe_shared_expert_gate": False,
+    "moe_router_topk_limited_devices": None, "mrope_section": None, "no_rope_freq": None, "qk_l2_norm": False,
+    "softmax_scale": None, "softmax_type": "vanilla", "window_size": None, "window_attn_skip_freq": None,
+    "rope_type": "rope", "rotary_scaling_factor": None, "original_max_position_embeddings": None, "mscale": None,
+    "mscale_all_dim": None, "beta_fast": None, "beta_slow": None,
+}  # fmt: skip
+"""Further fields of TransformerConfig that say what is computed, not how -> what a model has whose record does not say it."""
 _DEFAULTS = {"moe_router_score_function": "softmax"}
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 
@@ -61,10 +72,25 @@ def compare(flags: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def fields_against(given: Mapping[str, Any], arch: Architecture) -> list[str]:
+    """The same of fields of TransformerConfig by name: those that say what the model is may only repeat its config.json, which
+    engines load."""
+    known = {**OF_MODEL, **arch.transformer}
+    mine = {name: _numbers(value) for name, value in given.items() if name in known}
+    return [line for name, value in mine.items() if (line := _differs(name, value, known[name], arch.layers))]
+
+
+def _numbers(value: Any) -> Any:
+    """A list of texts that are whole numbers, as a flag gives it, is one of numbers."""
+    several = isinstance(value, list | tuple)
+    return [int(x) for x in value] if several and all(str(x).lstrip("-").isdecimal() for x in value) else value
+
+
 def _differs(flag: str, value: Any, said: Any, layers: int) -> str:
     name = "--" + flag.replace("_", "-")
     if flag == "moe_layer_freq":
         value = layer_pattern(str(value), layers)
+    said = list(said) if isinstance(said, tuple) else said
     if value == said or (
         isinstance(value, float) and isinstance(said, float | int) and abs(value - said) <= 1e-9 * abs(said)
     ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from actors.trainer.megatron_backend.layers import layers_of
 from actors.trainer.megatron_backend.layout import Layout, refusals
 
 Provider = Callable[..., GPTModel]
-"""(pre_process, post_process, vp_stage) -> model chunk"""
+"""(pre_process, post_process, vp_stage) -> model chunk; of config, layers (a spec) and vocab_size (padded) it gets what it names"""
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
@@ -82,6 +83,8 @@ def transformer_config(arch: Architecture, layout: Layout, *, dtype: torch.dtype
         "gradient_accumulation_fusion": False,
         "transformer_impl": "transformer_engine" if has_transformer_engine() else "local",
     }
+    if given.get("moe_aux_loss_coeff"):
+        free["moe_router_load_balancing_type"] = "aux_loss"  # what Megatron means by a coefficient alone
     for name, value in given.items():
         if name not in known:
             raise Refused(f"{name}={value!r}: megatron-core's {kind.__name__} has no such field")
@@ -124,11 +127,20 @@ def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bflo
             "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
             "vp_stage": virtual,
         }
-        made = provider(**ends) if provider else _chunk(arch, config, layers(config, virtual), vocab, ends)
+        if provider:
+            made = _provided(provider, {**ends, "config": config, "layers": layers(config, virtual), "vocab_size": vocab})
+        else:
+            made = _chunk(arch, config, layers(config, virtual), vocab, ends)
         chunks.append(_finished(made.to(device), arch))
         if layout.expert_tp != layout.tp:
             _mark_experts(made)
     return chunks
+
+
+def _provided(provider: Provider, offered: Mapping[str, Any]) -> GPTModel:
+    named = inspect.signature(provider).parameters
+    every = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    return provider(**{name: value for name, value in offered.items() if every or name in named})
 
 
 def _chunk(arch: Architecture, config: TransformerConfig, layers: Any, vocab: int, ends: Mapping[str, Any]) -> GPTModel:

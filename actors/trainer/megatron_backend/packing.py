@@ -52,6 +52,10 @@ class Stream:
     """int64 [R]: place of each response token among all response tokens of the batch, in sample order"""
     lengths: np.ndarray
     """int64: padded tokens of each sample, on all context-parallel ranks together; T is their sum"""
+    padding: Tensor
+    """bool [1, T / C]"""
+    real_tokens: int
+    """of all context-parallel ranks, without padding"""
     routing: Routing | None = None
     """experts of this rank's T / C tokens; None: the model chooses"""
 
@@ -71,6 +75,7 @@ class Stream:
             self,
             input_ids=F.pad(self.input_ids, (0, local)),
             position_ids=F.pad(self.position_ids, (0, local)),
+            padding=F.pad(self.padding, (0, local), value=True),
             packed=_packed(lengths, device),
             lengths=lengths,
             routing=self.routing and self.routing.placed(torch.arange(self.input_ids.shape[1]), self.input_ids.shape[1] + local),
@@ -101,14 +106,15 @@ class StreamBatch(PackedBatch):
         _, position = spread_of(lengths)
         of_real, step = spread_of(real)
         at = starts_of(lengths)[of_real] + step
-        tokens = np.zeros(total, np.int64)
+        tokens, padding = np.zeros(total, np.int64), np.ones(total, bool)
+        padding[at] = False
         tokens[at] = plain.input_ids[0].numpy()
         rows = at[plain.rows.numpy()] if of_real.size else plain.rows.numpy()
         targets, warm, held = plain.targets, plain.temperature, None
         routing = plain.routing and plain.routing.placed(torch.from_numpy(at), total)
         if size > 1:
             order, mine = (x.numpy() for x in zigzag(torch.from_numpy(np.append(0, np.cumsum(lengths))), size, rank))
-            tokens, position = tokens[mine], position[mine]
+            tokens, position, padding = tokens[mine], position[mine], padding[mine]
             if routing is not None and routing.table is not None:
                 routing.table = routing.table[torch.from_numpy(mine)]
             owner, place = np.divmod(order, max(1, total // size))
@@ -127,6 +133,8 @@ class StreamBatch(PackedBatch):
             n_rows=plain.targets.numel(),
             response_slots=plain.response_slots,
             lengths=lengths,
+            padding=_to(torch.from_numpy(padding), device)[None],
+            real_tokens=int(real.sum()),
             routing=routing,
         )
 

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
+from actors.trainer.megatron_backend.balance import Balance
 from actors.trainer.megatron_backend.head import vocab_parallel_head
 from actors.trainer.megatron_backend.packing import Stream
 from actors.trainer.megatron_backend.parallel import Groups
@@ -84,6 +85,7 @@ class Schedule:
         self.config.calculate_per_token_loss = True  # sums, not means: the loss brings its own divisor
         self.config.finalize_model_grads_func = _finalize
         self.replay: Replay | None = None
+        self.balance: Balance | None = None
         self._head: HeadOf | None = None
         for chunk in chunks:
             if get_attr_wrapped_model(chunk, "post_process"):
@@ -111,6 +113,8 @@ class Schedule:
             made.append(both.detach())
             return policy(ids, both[0], both[1]), torch.ones([], dtype=torch.int), {}
 
+        if self.balance is not None:
+            self.balance.begin(work)
         self._run(work, loss, forward_only=False)
         seen = self._everywhere(work, made)
         if not made:
@@ -125,9 +129,12 @@ class Schedule:
                 self._head.micro = micro
             if self.replay is not None:
                 self.replay.enter(micro.routing)
+            # Without such losses routers need not know padding.
+            known = {} if self.balance is None else {"padding_mask": self.balance.mask(micro, chunk)}
             out = chunk(
-                input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=None, packed_seq_params=micro.packed
-            )
+                input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=None, packed_seq_params=micro.packed,
+                **known,
+            )  # fmt: skip
             return out, partial(last, ids, micro)
 
         run = get_forward_backward_func()

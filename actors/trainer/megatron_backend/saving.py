@@ -21,8 +21,8 @@ from actors.runtime.run import Refused
 from actors.trainer.checkpoint import fsync
 from actors.trainer.megatron_backend import torch_dist
 from actors.trainer.megatron_backend.architecture import Architecture
-from actors.trainer.training.files import FileEntry, Identity, export_at, read_index, shape_fingerprint
-from bus.errors import CheckpointRefused
+from actors.trainer.training.files import FileEntry, Identity, export_at, of_megatron, read_index, shape_fingerprint
+from bus.errors import CheckpointOfAnother, CheckpointRefused
 
 CONVERT = """import sys
 from pathlib import Path
@@ -91,18 +91,29 @@ def identity_of(arch: Architecture) -> Identity:
 
 def holds_optimizer(directory: Path) -> bool:
     """Whether a checkpoint has an optimizer's state."""
-    return any(key.startswith("optimizer.") for key in torch_dist.contents(directory))
+    return any(key.startswith(torch_dist.OPTIMIZER) for key in torch_dist.contents(directory))
 
 
-def check(directory: Path, arch: Architecture) -> bool:
-    """Every byte as it was written, and of this model; whether an optimizer's state is there. Raises CheckpointRefused."""
+def check(directory: Path, arch: Architecture, *, moving: bool = False) -> bool:
+    """Every byte as it was written, and of this model, with a reference if it moves; whether an optimizer's state is there. Raises
+    CheckpointRefused."""
     index, own = read_index(directory), identity_of(arch)
+    if not of_megatron(index):
+        raise CheckpointOfAnother(
+            f"checkpoint {directory} refused: the torch backend wrote it. Nothing was changed. Set --train-backend torch, or begin "
+            "with an export of it (--save-hf)."
+        )
     if (index.model_type, index.fingerprint) != (own.model_type, own.fingerprint):
-        raise CheckpointRefused(
+        raise CheckpointOfAnother(
             f"checkpoint {directory} refused: it holds a {index.model_type} of {index.n_params} parameters, this run trains a "
             f"{own.model_type} of {own.n_params}, or their layers differ. Nothing was changed. Use the model it was made of."
         )
     try:
-        return any(key.startswith("optimizer.") for key in torch_dist.check(directory, arch))
+        table = torch_dist.check(directory, arch)
     except Refused as error:
         raise CheckpointRefused(f"checkpoint {directory} refused: {error}. Nothing was changed.") from error
+    if moving and not any(key.startswith(torch_dist.REFERENCE) for key in table):
+        raise CheckpointRefused(
+            f"checkpoint {directory} refused: it has no reference. Nothing was changed. Set ref_update_interval as it was."
+        )
+    return any(key.startswith(torch_dist.OPTIMIZER) for key in table)

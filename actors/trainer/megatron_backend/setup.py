@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from actors.trainer.backend import BackendConfig
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.megatron_backend import checkpoint, directory, model, torch_dist, weights
 from actors.trainer.megatron_backend.config import MegatronConfig
+from actors.trainer.megatron_backend.flags import OF_MODEL, fields_against, is_ours
 from actors.trainer.megatron_backend.grouped import GroupedExperts
 from actors.trainer.megatron_backend.layout import layout_of, refusals
 from actors.trainer.megatron_backend.parallel import Groups
@@ -36,8 +40,9 @@ from actors.trainer.training.routes import mode_of
 log = logging.getLogger(__name__)
 SHARED = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 NEEDS_ENGINE = "it needs a GPU and Transformer Engine; install transformer-engine[pytorch] beside torch, or leave it out"
-ENGINE_FIELDS = ("use_precision_aware_optimizer", "tp_comm_overlap", "apply_rope_fusion", "moe_grouped_gemm", "delay_wgrad_compute",
-                 "fine_grained_activation_offloading", "gradient_accumulation_fusion", "moe_permute_fusion")  # fmt: skip
+ENGINE_FIELDS = ("use_precision_aware_optimizer", "apply_rope_fusion", "moe_grouped_gemm", "delay_wgrad_compute",
+                 "fine_grained_activation_offloading", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion",
+                 "fused_single_qkv_rope", "use_te_activation_func", "cpu_offloading")  # fmt: skip
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -81,15 +86,22 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
     read."""
     arch = directory.read(source_of(config))
     said = refusals(layout_of(own, world), arch.shape)
-    said += [f"megatron.{name}: megatron-core has no such field" for name in given_of(own).keys() - TRANSFORMER - OPTIMIZER - DDP]
-    if given_of(own).get("store_param_remainders"):
+    given = given_of(own)
+    said += [f"megatron.{name}: megatron-core has no such field" for name in given.keys() - TRANSFORMER - OPTIMIZER - DDP]
+    said += fields_against(given, arch)
+    if given.get("store_param_remainders"):
         said.append("megatron.store_param_remainders: no checkpoint of such masters can be read again; leave it out")
-    if given_of(own).get("optimizer_cpu_offload") and not given_of(own).get("use_precision_aware_optimizer"):
+    if given.get("optimizer_cpu_offload") and not given.get("use_precision_aware_optimizer"):
         said.append("megatron.optimizer_cpu_offload: none can be loaded again; add --use-precision-aware-optimizer")
+    if given.get("overlap_param_gather") and not given.get("use_distributed_optimizer", config.model_dtype != "float32"):
+        said.append("megatron.overlap_param_gather: every rank has all weights; leave it out, or add --use-distributed-optimizer")
     if mode_of(config) and not arch.experts:
         said.append(f"{source_of(config)} has no experts: leave out --use-rollout-routing-replay and --use-routing-replay")
+    if not arch.experts:
+        losses = [name for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") if given.get(name)]
+        said += [f"megatron.{name}: {source_of(config)} has no experts; leave it out" for name in losses]
     for name, value in (("moe_router_fusion", True), ("moe_router_load_balancing_type", "sinkhorn")) if mode_of(config) else ():
-        if given_of(own).get(name) == value:
+        if given.get(name) == value:
             said.append(f"megatron.{name}={value}: such routers cannot be told what to choose; leave it out, or routing replay")
     if config.objective.estimator.critic:
         said.append("advantage_estimator=ppo: the Megatron backend has no critic yet; use --train-backend torch")
@@ -97,14 +109,16 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
         said.append(f"context_parallel_size={own.context_parallel_size}: {arch.family} has windows, which are not cut; use 1")
     if config.optimizer != "adam":
         said.append(f"optimizer={config.optimizer}: the Megatron backend has adam; use it, or --train-backend torch")
-    if config.ref_update_interval:
-        said.append("ref_update_interval: the Megatron backend's reference stays; leave it out, or use --train-backend torch")
     if not model.has_transformer_engine():
-        said += [f"megatron.{name}: {NEEDS_ENGINE}" for name in ENGINE_FIELDS if given_of(own).get(name)]
+        said += [f"megatron.{name}: {NEEDS_ENGINE}" for name in ENGINE_FIELDS if given.get(name)]
+        if (asked := given.get("transformer_impl", "local")) != "local":
+            said.append(f"megatron.transformer_impl={asked}: {NEEDS_ENGINE}")
         if torch.cuda.is_available() and own.context_parallel_size > 1:
             said.append(f"context_parallel_size={own.context_parallel_size}: {NEEDS_ENGINE}")
     if said:
         raise Refused("; ".join(said))
+    for path in (*hooks_of(own).values(), *filter(None, (own.custom_model_provider_path,)), *own_spec(own.spec)):
+        load_hook(path)  # said here, or a model would be loaded before
     for path in {config.hf_checkpoint, config.ref_load, config.opd_teacher_load} - {""}:
         if _is_torch_dist(path):
             torch_dist.check(torch_dist.iteration(path), arch)
@@ -114,6 +128,17 @@ def check(config: BackendConfig, own: MegatronConfig, world: int) -> None:
 
 def _is_torch_dist(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in (torch_dist.TRACKER, torch_dist.CONTENTS))
+
+
+@contextmanager
+def told_by_megatron() -> Iterator[None]:
+    """What megatron-core finds wrong with its settings while something is made of them, in one line."""
+    try:
+        yield
+    except (AssertionError, ValueError, ImportError, NotImplementedError, OSError) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split()) or f"{where.line} ({Path(where.filename).name}, line {where.lineno})"
+        raise Refused(f"megatron-core refuses these settings: {text}") from error
 
 
 class Model:
@@ -131,7 +156,7 @@ class Model:
         given = given_of(own)
         provider = load_hook(own.custom_model_provider_path) if own.custom_model_provider_path else None
         narrow = self.dtype != torch.float32
-        try:
+        with told_by_megatron():
             ddp = DistributedDataParallelConfig(**{
                 "grad_reduce_in_fp32": True, "use_distributed_optimizer": narrow, **_only(given, DDP)
             })  # fmt: skip
@@ -141,18 +166,17 @@ class Model:
                 vocab_divisible_by=own.make_vocab_size_divisible_by, expert_kernel=own.moe_expert_kernel,
                 **self._transformer(own, given),
             )  # fmt: skip
-        except (AssertionError, ValueError) as error:
-            raise Refused(f"megatron-core refuses these settings: {' '.join(str(error).split())}") from error
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.vocab = arch.vocab
         self.chunks: list[Any] = []
-        for k, chunk in enumerate(self.bare):
-            transformer = chunk.config
-            transformer.calculate_per_token_loss = True  # gradients are summed: the loss brings its own divisor
-            wrapped = Float16Module(transformer, chunk) if narrow else chunk
-            self.chunks.append(DistributedDataParallel(transformer, ddp, wrapped, disable_bucketing=k > 0))
-            for experts in (m for m in chunk.modules() if isinstance(m, GroupedExperts)):
-                experts.overlapped = ddp.overlap_grad_reduce
+        with told_by_megatron():
+            for k, chunk in enumerate(self.bare):
+                transformer = chunk.config
+                transformer.calculate_per_token_loss = True  # gradients are summed: the loss brings its own divisor
+                wrapped = Float16Module(transformer, chunk) if narrow else chunk
+                self.chunks.append(DistributedDataParallel(transformer, ddp, wrapped, disable_bucketing=k > 0))
+                for experts in (m for m in chunk.modules() if isinstance(m, GroupedExperts)):
+                    experts.overlapped = ddp.overlap_grad_reduce
         shape = arch.shape
         transformer = arch.transformer
         self.cost = CostModel.of_shape(
@@ -182,7 +206,7 @@ class Model:
             **(interleaved if own.virtual_pipeline_model_parallel_size else {}),
             **(fast if model.has_transformer_engine() else {}),
             **(full if own.gradient_checkpointing else {}),
-            **_only(given, TRANSFORMER),
+            **_only(given, TRANSFORMER - OF_MODEL.keys()),  # those only repeat what the model has
             **_attention(given.get("attention_backend")),
         }
 
@@ -213,6 +237,18 @@ def _tensors(chunk: Any) -> Iterable[tuple[str, Tensor]]:
 
 def _only(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
+
+
+def args_of(config: BackendConfig, own: MegatronConfig, transformer: TransformerConfig) -> SimpleNamespace:
+    """All that is set, by name, as functions for Miles read it."""
+    structs = ({name: getattr(x, name) for name in x.__struct_fields__} for x in (config.objective, config, own))
+    named = {name: value for fields in structs for name, value in fields.items()}
+    return SimpleNamespace(**{**vars(transformer), **named, **given_of(own)})
+
+
+def own_spec(spec: Sequence[str]) -> tuple[str, ...]:
+    """The dotted path of the user's `--spec`; none where the family's own record answers it."""
+    return (".".join(spec),) if spec and not is_ours(spec) else ()
 
 
 def hooks_of(own: MegatronConfig) -> dict[str, str]:

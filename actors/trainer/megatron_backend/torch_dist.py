@@ -20,6 +20,8 @@ from actors.trainer.megatron_backend.mapping import canonical
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 CONTENTS = ".metadata"
+OPTIMIZER, REFERENCE = "optimizer.", "reference."
+"""What keys of an optimizer's state, and of the weights of a reference that moves, begin with"""
 _CHECKPOINT = "torch.distributed.checkpoint"
 _KNOWN = {
     module: set(names.split())
@@ -109,7 +111,7 @@ def check(directory: Path, arch: Architecture) -> dict[str, Any]:
     found: dict[str, int] = defaultdict(int)
     layers = set()
     for key, entry in table.items():
-        if key.startswith("optimizer.") or "_extra_state" in key or not hasattr(entry, "size"):
+        if key.startswith((OPTIMIZER, REFERENCE)) or "_extra_state" in key or not hasattr(entry, "size"):
             continue
         spread = re.match(r"decoder\.layers\.(\d+)\.", key)
         layers |= {int(spread[1])} if spread else set()

@@ -35,8 +35,8 @@ REWARDS = "custom_reward_post_process_path"
 def _call(field: str, cfg: ObjectiveConfig, *args: Any, **named: Any) -> Any:
     try:
         return HOOKS[getattr(cfg, field)](*args, **named)
-    except Exception as error:  # the user's code may raise anything
-        raise _wrong(field, cfg, f"raised {type(error).__name__}: {error}") from error
+    except BaseException as error:  # the user's code may raise anything, and sys.exit would end the trainer as if it were done
+        raise HookError.of(error, field, getattr(cfg, field)) from error
 
 
 def _wrong(field: str, cfg: ObjectiveConfig, problem: str) -> HookError:
@@ -154,8 +154,8 @@ def reducer(cfg: ObjectiveConfig, mb: LossInputs, mask: Tensor) -> Callable[[Ten
     def reduce(x: Tensor) -> Tensor:
         try:
             value = own(keep(mask, x))
-        except Exception as error:
-            raise _wrong(REDUCER, cfg, f"its reducer raised {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            raise HookError.of(error, REDUCER, getattr(cfg, REDUCER), "its reducer") from error
         return _tensor(value, "the reduced loss", (), REDUCER, cfg)
 
     return reduce

@@ -1,6 +1,6 @@
 """Mixture of experts on the torch backend: routers in float32 that can be told whom to choose, grouped products on CUDA.
 
-Balancing losses are not computed: the policy that is trained is the one that sampled.
+Losses that balance experts are of the Megatron backend alone: here the policy that is trained is the one that sampled.
 """
 
 from __future__ import annotations

@@ -166,6 +166,11 @@ def read_index(directory: Path) -> Index:
     return index
 
 
+def of_megatron(index: Index) -> bool:
+    """Whether it lists shards of torch_dist, which the Megatron backend writes, and not safetensors."""
+    return any(name.endswith(".distcp") for name in index.files)
+
+
 def _verify(directory: Path, name: str, entry: FileEntry) -> None:
     path = directory / name
     try:

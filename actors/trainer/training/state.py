@@ -23,13 +23,14 @@ from actors.trainer.training.export import unfused
 from actors.trainer.training.files import (
     FileEntry,
     export_at,
+    of_megatron,
     read_index,
     read_tensors,
     shape_fingerprint,
     write_bytes,
     write_tensors,
 )
-from bus.errors import UNREADABLE, CheckpointRefused
+from bus.errors import UNREADABLE, CheckpointOfAnother, CheckpointRefused
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -137,9 +138,14 @@ def read_state(
     or damaged file, another model or another optimizer.
     """
     index, start = read_index(directory), f"checkpoint {directory} refused:"
+    if of_megatron(index):
+        raise CheckpointOfAnother(
+            f"{start} the Megatron backend wrote it (torch_dist). Nothing was changed. Set --train-backend megatron, or begin with "
+            "the directory that miles-async convert megatron-to-hf makes of it."
+        )
     if index.model_type != model_type or index.fingerprint != shape_fingerprint(shapes):
         n = sum(map(math.prod, shapes.values()))
-        raise CheckpointRefused(
+        raise CheckpointOfAnother(
             f"{start} it holds a {index.model_type} of {index.n_params} parameters, this run trains a {model_type} of {n}, or "
             "their layers differ. Nothing was changed. Use the hf_checkpoint it was made with."
         )
@@ -148,7 +154,7 @@ def read_state(
     except (OSError, *UNREADABLE) as error:
         raise CheckpointRefused(f"{start} {SCALARS} is damaged ({error}).") from error
     if scalars.optimizer != optimizer:
-        raise CheckpointRefused(
+        raise CheckpointOfAnother(
             f"{start} its optimizer is {scalars.optimizer}, this run's is {optimizer}. Nothing was changed. Set "
             f"optimizer={scalars.optimizer}."
         )
@@ -170,7 +176,7 @@ def read_state(
 
 def no_optimizer(directory: Path) -> CheckpointRefused:
     """A checkpoint without optimizer state where one is wanted."""
-    return CheckpointRefused(
+    return CheckpointOfAnother(
         f"checkpoint {directory} refused: it was written without the optimizer's state (--no-save-optim). Nothing was changed. Add "
         "--no-load-optim to go on with a new optimizer."
     )

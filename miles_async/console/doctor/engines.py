@@ -72,6 +72,8 @@ def refused_weights(scene: Scene) -> Iterator[Finding]:
         return
     for name, event in sorted(behind.items()):
         text = f"{name} could not load version {event.data['version']}: {shorten(event.text, 250)}"
+        if next(a for a in workers if a.vitals.actor == name).vitals.version < 0:
+            text += "; it has loaded none: is its --model-path the model of the run?"
         yield Finding("warning", "weights refused", name, text, scene.now - event.wall)
 
 
@@ -126,7 +128,7 @@ def slow_engines(scene: Scene) -> Iterator[Finding]:
 
 def slow_weights(scene: Scene) -> Iterator[Finding]:
     """Versions that take longer to load than steps take to make them."""
-    loads = [float(e.data.get("total_s", 0.0)) for e in scene.news if e.kind == "activated"][-8:]
+    loads = [float(e.data.get("total_s", 0.0)) for e in scene.news if e.kind == "activated"]
     gaps = [s.gap_s for s in scene.steps[-8:] if s.gap_s and not s.resumed]
     if len(loads) < 3 or len(gaps) < 3 or scene.over:
         return

@@ -10,14 +10,14 @@ Level = Literal["error", "warning", "info"]
 Rule = Literal[
     # rooms and hosts
     "nobody there", "no actor", "no launcher", "actor failed", "gone", "silent actor", "stopped process", "crash loop",
-    "stalled", "long wait", "clock", "slow link", "disk", "host memory",
+    "stalled", "long wait", "clock", "slow link", "release", "disk", "host memory",
     # streams and the server
     "role", "eviction", "memory", "append-only file", "snapshot", "persistence", "stream gone", "full stream",
     "abandoned entry", "ledger", "incomplete group", "dead letters",
     # engines and versions
     "engine silent", "engine failing", "weights refused", "stale worker", "slow weights", "slow engine",
     # the flow of samples
-    "filter starving", "slow rewards", "checkpoint failed", "evaluation stuck", "idle trainer", "governor",
+    "filter starving", "slow rewards", "checkpoint failed", "evaluation stuck", "idle trainer", "endless step", "governor",
     # learning
     "self-check", "log-probs differ", "gradient", "GPU memory", "reward falls", "entropy collapsed", "entropy grows", "ESS falls",
     "answers cut", "answers empty", "answers shrink", "length bias",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from bus.messages.control import CREDITS, STEP_BEGAN
 from miles_async.console.doctor.finding import PATIENCE_S, Finding
 from miles_async.console.explain import open_text
 from miles_async.console.scene import Scene
@@ -16,6 +17,8 @@ IDLE_STEPS, IDLE_SHARE, IDLE_SLOTS = (
     0.7,
     0.25,
 )  # the trainer waited for this part of so many steps, and so few slots work
+STEP_S, STEP_TIMES = 300.0, 20  # a step may take so long, since a first one compiles, and so many times the longest of late
+FIRST_STEP_S = 1800.0  # where there was none before
 
 
 def dead_letters(scene: Scene) -> Iterator[Finding]:
@@ -113,13 +116,32 @@ def governor_at_its_edge(scene: Scene) -> Iterator[Finding]:
         yield Finding("info", "governor", "governor", f"the governor is held up: {note.text}")
 
 
+def endless_step(scene: Scene) -> Iterator[Finding]:
+    """A step that does not end."""
+    trainer = next((a.vitals for a in scene.snapshot.of_role("trainer") if a.life == "alive" and a.vitals.state != "stopped"), None)
+    began = trainer.counters.get(STEP_BEGAN, 0.0) if trainer is not None else 0.0
+    if trainer is None or not began or scene.over:
+        return
+    worked = max((s.get("perf/train_s") for s in [s for s in scene.steps if not s.resumed][-IDLE_STEPS:]), default=0.0)
+    since = trainer.wall - began
+    if since <= (max(STEP_S, STEP_TIMES * worked) if worked else FIRST_STEP_S):
+        return
+    usual = f"; none of the last ones took more than {duration(worked)}" if worked else ""
+    text = (
+        f"the trainer has been in one step for {duration(since)}{usual}: a function of yours in the loss may not return, or a rank "
+        f"waits for another. py-spy dump -p {trainer.pid} on {trainer.host} shows where; kill -9 {trainer.pid} starts it again "
+        "from its checkpoint"
+    )
+    yield Finding("error", "endless step", trainer.actor, text, since)
+
+
 def idle_trainer(scene: Scene) -> Iterator[Finding]:
     """A bound that holds back what the engines have room for while the trainer waits."""
     steps = [s for s in scene.steps if not s.resumed][-IDLE_STEPS:]
     waited, worked = (sum(s.get(f"perf/{name}_s") for s in steps) for name in ("wait", "train"))
     waits = any(" on groups" in a.vitals.waits_for for a in scene.snapshot.of_role("trainer") if a.life == "alive")
     held = waits and any(
-        a.vitals.waits_for.startswith("slots") for a in scene.snapshot.of_role("sampler") if a.life == "alive"
+        a.vitals.waits_for == CREDITS for a in scene.snapshot.of_role("sampler") if a.life == "alive"
     )
     workers = [a.vitals for a in scene.snapshot.of_role("generation") if a.life == "alive"]
     slots, busy = sum(v.slots for v in workers), sum(v.in_flight for v in workers)

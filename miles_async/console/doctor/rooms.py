@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actors.runtime.snapshot import ActorFacts
+from bus.identity import are_alike
 from bus.topology import BY_NAME, OPTIONAL, ROLES
 from miles_async.console.doctor.finding import PATIENCE_S, Finding, Level
 from miles_async.console.explain import IDLE_WAITS, TURN_WAIT, because, waiting_since
@@ -13,7 +14,7 @@ from miles_async.console.scene import Scene
 from miles_async.console.text import duration, human_bytes, plural, shorten
 
 CLOCK_S = 5.0  # a clock may differ by so much
-LINK_S, LINK_RATIO = 0.5, 10.0  # the bus may answer a host so late, and so many times later than others
+LINK_S, LINK_RATIO = 0.2, 10.0  # the bus may answer a host so late, and so many times later than others
 LOOP_S, LOOP_STARTS = 180.0, 3  # so many restarts of an actor within this time are a loop
 HUNG_S = 30.0  # a process that is there may be silent for so long: a busy machine lets it wait
 DISK_BYTES, DISK_ERROR_BYTES = 2e9, 2e8
@@ -143,6 +144,19 @@ def wrong_clocks(scene: Scene) -> Iterator[Finding]:
                 "its actors write into logs and events are off by as much, and nothing else. Correct it (NTP)"
             )
             yield Finding("warning", "clock", host, text)
+
+
+def other_releases(scene: Scene) -> Iterator[Finding]:
+    """Workers that stayed on their hosts while the run was resumed with another release. A launcher replaces its own actors."""
+    wanted = scene.snapshot.release
+    others = [a.vitals for a in scene.snapshot.actors if a.life == "alive" and not are_alike(a.vitals.release, wanted)]
+    for release in sorted({vitals.release for vitals in others}):
+        named = [f"{vitals.actor} on {vitals.host}" for vitals in others if vitals.release == release]
+        text = (
+            f"{shorten(', '.join(named), 200)} of release {release}, the run is of {wanted}: they may mean different things by the "
+            f"same message. Stop what is named, and start it with miles_async {wanted}"
+        )
+        yield Finding("error", "release", named[0].split()[0], text)
 
 
 def long_waits(scene: Scene) -> Iterator[Finding]:

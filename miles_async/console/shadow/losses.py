@@ -25,7 +25,8 @@ from actors.trainer.checkpoint import iter_dir
 from actors.trainer.hooks import install
 from actors.trainer.objective import finish, policy_loss, prepare_batch
 from actors.trainer.objective.loss import ObjectiveConfig
-from actors.trainer.record import RecordedBatch, batch_of
+from actors.trainer.record import RecordedBatch
+from actors.trainer.replay import batch_of
 from actors.trainer.training.step import settle_objective
 from miles_async.console.shadow.compare import Row
 from miles_async.console.shadow.paired import Paired

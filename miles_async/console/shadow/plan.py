@@ -11,7 +11,7 @@ import msgspec
 
 from miles_async.launcher.hooks import check_hooks
 from miles_async.settings.catalog import FieldSpec, groups
-from miles_async.settings.errors import SettingsError, listing, nearest
+from miles_async.settings.errors import SettingsError, listing, nearest, parsed
 from miles_async.settings.load import UNSET_WORD, coerce, find, read_file, settings_from
 from miles_async.settings.run import RunSettings
 
@@ -45,12 +45,12 @@ def settings_of(what: str) -> tuple[str, ...]:
 def read_plan(path: Path) -> ShadowPlan:
     """A file with the table [shadow]. SettingsError in one line."""
     try:
-        document = tomllib.loads(path.read_text("utf-8"))
+        document = parsed(tomllib.loads, path.read_text("utf-8"))
     except OSError as error:
         raise SettingsError(
             f"cannot read {path}: {(error.strerror or str(error)).lower()}", remedy="Check the path."
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise SettingsError(f"{path} is not valid TOML: {error}") from None
     table = document.get("shadow")
     if not isinstance(table, dict) or len(document) > 1:

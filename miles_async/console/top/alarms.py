@@ -53,6 +53,7 @@ class Alarm:
     now: bool
     times: int = 1
     seen: bool = False
+    rank: int = 0  # among what holds now: the doctor's order, causes before what follows from them
 
 
 class Alarms:
@@ -66,7 +67,7 @@ class Alarms:
     def see(self, alarms: Iterable[dict[str, Any]], events: Iterable[dict[str, Any]]) -> None:
         """Take in one look. On the first one the newest faults on record count, later ones all that are new."""
         present = set()
-        for one in alarms:
+        for rank, one in enumerate(alarms):
             if one["now"]:
                 key = (str(one["who"]), str(one["about"]))
                 present.add(key)
@@ -77,6 +78,7 @@ class Alarms:
                     self._all[key] = fresh
                 else:
                     known.level, known.text = one["level"], one["text"]
+                self._all[key].rank = rank
             elif self._had is None:
                 self._told(str(one["who"]), one)
         for key, alarm in list(self._all.items()):
@@ -103,8 +105,9 @@ class Alarms:
         return alarm.since <= since + (SAME_S if alarm.now else 0.0) or (alarm.now and alarm.text == text)
 
     def open(self) -> list[Alarm]:
-        """Those nobody has acknowledged: errors first, then the newest."""
-        return sorted((a for a in self._all.values() if not a.seen), key=lambda a: (LEVELS.index(a.level), -a.since))
+        """Those nobody has acknowledged: errors first; of them what holds now, as the doctor orders it, then the newest."""
+        found = (alarm for alarm in self._all.values() if not alarm.seen)
+        return sorted(found, key=lambda a: (LEVELS.index(a.level), not a.now, a.rank if a.now else -a.since))
 
     def known(self) -> int:
         """How many still hold although they were acknowledged."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.css.query import NoMatches
@@ -21,7 +21,7 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from miles_async.console.top import parts
-from miles_async.console.top.listing import Listing
+from miles_async.console.top.listing import Cockpit, Listing
 from miles_async.console.top.page import Page
 from miles_async.console.top.views import Dead, Doctor, Events, Knobs, Samples
 from miles_async.console.verbs import Verbs
@@ -42,7 +42,7 @@ class Terminal(LinuxDriver):
             self._app.exit()
 
 
-class Top(App[None]):
+class Top(Cockpit):
     """`hub` and `verbs` of one run. `read_only`: why nothing may be changed, empty = it may. `over()`: asked of
     a bus that does not answer, whether the run has ended with it and left something to show; then it exits with AGAIN. `run_dir`:
     where this host has it, keeps which alarms were acknowledged."""
@@ -137,7 +137,8 @@ class Top(App[None]):
         self.query_one(TabbedContent).active = name
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
-        event.pane.query("DataTable, VerticalScroll").first().focus()
+        if event.pane is self.query_one(TabbedContent).active_pane:  # else focus would bring back what was left
+            event.pane.query("DataTable, VerticalScroll").first().focus()
         self.look()
 
     def on_resize(self) -> None:

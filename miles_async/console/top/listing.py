@@ -6,21 +6,20 @@ Texts of models, hooks and errors are shown as they are: nothing of them is mark
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from rich.cells import cell_len
 from rich.text import Text
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Input, Static
 
 from bus.errors import MilesAsyncError, printable
+from miles_async.console.verbs import Verbs
+from miles_async.console.web.hub import Hub
 from miles_async.settings.errors import SettingsError
-
-if TYPE_CHECKING:
-    from miles_async.console.top.app import Top
 
 REFUSED = (MilesAsyncError, SettingsError)  # what a verb refuses, in one line
 MOST_TEXT = 20_000  # characters of one row's whole
@@ -36,12 +35,24 @@ class Row(NamedTuple):
     data: Any = None
 
 
+class Cockpit(App[None]):
+    """What views ask of the app that shows them. `read_only`: why nothing may be changed, empty = it may."""
+
+    hub: Hub
+    verbs: Verbs
+    read_only: str
+
+    def look(self) -> None:
+        """Draw again now."""
+        raise NotImplementedError
+
+
 class Listing(Container):
     """A view with rows. Subclasses say COLUMNS, when their rows are out of date (`stamp`) and what they are (`rows`)."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = ()
     EMPTY: ClassVar[str] = "nothing yet"
-    app: Top
+    app: Cockpit
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
@@ -123,7 +134,7 @@ class Ask(ModalScreen[str | None]):
     """Fields and what to do with them. A refusal stays in the form; Escape changes nothing."""
 
     BINDINGS = [Binding("escape", "dismiss(None)", "leave it as it is"), Binding("ctrl+s,f2", "go", "do it")]
-    app: Top
+    app: Cockpit
 
     def __init__(
         self, title: str, fields: Sequence[tuple[str, str]], act: Callable[[list[str]], Awaitable[str]]

@@ -19,6 +19,7 @@ from miles_async.console.top.alarms import FILE, Alarm, Alarms, read_seen, write
 from miles_async.console.web.hub import Hub
 
 FEW, MANY, TALL = 2, 6, 36  # alarms shown on small and on tall screens; rows from which a screen is tall
+LOW = 12  # rows up to which one alarm must do: where none are left for a view, it cannot be opened
 
 
 class Page:
@@ -66,7 +67,7 @@ class Page:
 
     def alarm_lines(self, width: int, height: int, stay_s: float = inf) -> Text:
         """Empty where nothing is wrong. `stay_s`: of those that no longer hold, where nobody can say that they were seen."""
-        most = MANY if height >= TALL else FEW
+        most = MANY if height >= TALL else FEW if height > LOW else 1
         found = [one for one in self.alarms.open() if one.now or self.wall - one.since < stay_s]
         lines, self.shown = parts.alarm_lines(found, self.alarms.known(), self.wall, width, most)
         return lines

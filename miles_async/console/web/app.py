@@ -6,6 +6,8 @@ Always true: a page that reads slowly delays nobody else; it gets the newest sta
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,12 +108,18 @@ async def serve(
 
 
 async def _listen(runner: web.AppRunner, port: int) -> int:
+    why = ""
     for wanted in [port] if port else [PORT, 0]:
         try:
             site = web.TCPSite(runner, HOST, wanted)
             await site.start()
-        except (OSError, OverflowError):
+        except OverflowError:
+            why = "ports end at 65535"
+            continue
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            why = "another program listens there" if taken else os.strerror(error.errno or errno.EINVAL).lower()
             continue
         return int(runner.addresses[0][1])
-    why = f"cannot listen on {HOST}:{port}: it is taken, not yours, or none"
-    raise SettingsError(why, field="--port", value=port, remedy="Choose another.")
+    remedy = "Choose another, or leave it out for any that is free."
+    raise SettingsError(f"cannot listen on {HOST}:{port}: {why}", field="--port", value=port, remedy=remedy)

@@ -18,12 +18,12 @@ from bus.errors import BusUnreachable
 from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain, open_text
-from miles_async.console.report_data import read_settings
 from miles_async.console.scene import OfLate, read_scene
 from miles_async.console.watchdog import Audits
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
 from miles_async.console.web.state import State, Word, state_of, waiting
+from miles_async.settings.runs import read_settings
 
 REFRESH_S, DOCTOR_S = 0.5, 2.0
 OLDEST_WORD_S = 10.0  # of the doctor, however busy the host is
@@ -144,7 +144,8 @@ class Hub:
                 )
                 findings, said = await asyncio.to_thread(lambda s: (diagnose(s), dict(explain(s))), scene)
                 of_trainer = said.get("trainer", "")
-                waited = of_trainer if waiting(of_trainer) else self.word.waited
+                lately = clock.wall() - self.word.wall < 2 * OLDEST_WORD_S  # else nobody has watched for a while
+                waited = of_trainer if waiting(of_trainer) else self.word.waited if lately else ""
                 self.word = Word(tuple(findings), said, clock.wall(), waited, open_text(scene))
             except BusUnreachable:
                 share = 1.0  # `silent` says so

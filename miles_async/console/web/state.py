@@ -108,14 +108,15 @@ def _why(snapshot: Snapshot, history: History, word: Word, ended: bool) -> State
         return {"text": text, "lately": "", "waits": False}
     wait, train, publish = shares(history.steps[-RECENT:])
     lately = f"Of the last steps' time it waited {wait:.0%}, trained {train:.0%}, published and saved {publish:.0%}."
-    said = word.actors.get("trainer")
+    said, _, more = word.actors.get("trainer", "").partition(". ")  # the cause, and then where everything is
     ways = ("stopped process", "silent actor", "no actor")
     gone = next((f.text for f in word.findings if f.about == "trainer" and f.rule in ways), "")
     text = gone or (f"The trainer {said}." if said else "Looking why the trainer waits." if not word.wall else "No trainer works.")
-    waits = bool(gone) or waiting(said or "")
+    waits = bool(gone) or waiting(said)
     if not waits and wait > WORTH_A_WORD and (word.waited or word.opened):
-        lately += f" Last seen waiting, it {word.waited}." if word.waited else f" Now {word.opened}."
-    return {"text": text, "lately": lately if history.steps else "", "waits": waits}
+        lately += f" Last seen waiting, it {word.waited.partition('. ')[0]}." if word.waited else f" Now {word.opened}."
+    lately = " ".join(filter(None, (more and f"{more}.", lately if history.steps else "")))
+    return {"text": text, "lately": lately, "waits": waits}
 
 
 def waiting(sentence: str) -> bool:

@@ -64,7 +64,8 @@ class ArchitectureSettings(Group, frozen=True, kw_only=True):
     custom_model_provider_path: Annotated[
         str | None,
         doc(
-            "package.module.function that makes each chunk on the Megatron backend: (pre_process, post_process, vp_stage) -> model."
+            "package.module.function that makes each chunk on the Megatron backend: (pre_process, post_process, vp_stage) -> "
+            "model. It gets what it names of config (TransformerConfig), layers (the family's layer spec) and vocab_size (padded)."
         ),
     ] = None
     no_rope_fusion: Annotated[bool, doc("Rotate queries and keys without Transformer Engine's fused kernel.")] = False

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from actors.trainer.objective_estimators import EstimatorName
 from miles_async.settings.doc import Group, PositiveInt, doc
 
 Level = Literal["token", "sequence", "geometric"]
@@ -13,32 +14,21 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     """The objective."""
 
     advantage_estimator: Annotated[
-        Literal[
-            "grpo",
-            "gspo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "ppo",
-            "on_policy_distillation",
-            "rloo",
-            "cispo",
-            "maxrl",
-        ],
-        doc("How rewards become advantages, and which policy loss goes with them."),
+        EstimatorName, doc("How rewards become advantages, and which policy loss goes with them.")
     ] = "grpo"
     policy_loss: Annotated[
         Literal["ppo", "gspo", "cispo", "dppo", "nll"],
         doc(
             "The policy loss. dppo leaves tokens out whose probability has moved by more than dppo_delta, in place of clipping the "
             "ratio; that bounds stale data too.",
-            derived="nll with loss_type sft, gspo or cispo with the estimator of that name, else ppo",
+            derived="nll with loss_type sft, gspo or cispo with the estimator of that name, else ppo", ours=True,
         ),
     ]
     dppo_divergence: Annotated[
-        Literal["tv", "kl"], doc("For policy_loss dppo: how far a token has moved, in probability (tv) or nats (kl).")
+        Literal["tv", "kl"], doc("For policy_loss dppo: how far a token has moved, in probability (tv) or nats (kl).", ours=True)
     ] = "tv"
     dppo_delta: Annotated[
-        float, doc("For policy_loss dppo: how far a token may move; 0.05 is usual with dppo_divergence kl.", gt=0)
+        float, doc("For policy_loss dppo: how far a token may move; 0.05 is usual with dppo_divergence kl.", gt=0, ours=True)
     ] = 0.15
     global_batch_size: Annotated[
         int,
@@ -112,28 +102,28 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         ),
     ] = 2.0
     tis_clip_low: Annotated[float, doc("Lower bound of that weight; also of use_icepop.", ge=0)] = 0.0
-    use_icepop: Annotated[bool, doc("Like use_tis, but tokens outside the bounds get weight 0.")] = False
-    use_mis: Annotated[bool, doc("Masked importance sampling, with the tis_* and rs_* options below.")] = False
-    tis_level: Annotated[Level, doc("For use_mis: what the weight is taken over.")] = "token"
+    use_icepop: Annotated[bool, doc("Like use_tis, but tokens outside the bounds get weight 0.", ours=True)] = False
+    use_mis: Annotated[bool, doc("Masked importance sampling, with the tis_* and rs_* options below.", ours=True)] = False
+    tis_level: Annotated[Level, doc("For use_mis: what the weight is taken over.", ours=True)] = "token"
     tis_mode: Annotated[
-        Literal["truncate", "clip", "mask"], doc("For use_mis: what happens to weights outside the bounds.")
+        Literal["truncate", "clip", "mask"], doc("For use_mis: what happens to weights outside the bounds.", ours=True)
     ] = "truncate"
     tis_lower_bound: Annotated[
-        float, doc("For use_mis: lower bound of the weight.", derived="1 / tis_upper_bound", ge=0)
+        float, doc("For use_mis: lower bound of the weight.", derived="1 / tis_upper_bound", ge=0, ours=True)
     ]
-    tis_upper_bound: Annotated[float, doc("For use_mis: upper bound of the weight.", gt=0)] = 2.0
-    tis_batch_normalize: Annotated[bool, doc("For use_mis: divide weights by their mean over the batch.")] = True
-    use_rs: Annotated[bool, doc("For use_mis: also reject, that is mask, what lies outside the rs bounds.")] = False
-    rs_level: Annotated[Level, doc("For use_rs: what the ratio is taken over.")] = "token"
-    rs_lower_bound: Annotated[float, doc("For use_rs: lower bound of the ratio.", derived="tis_lower_bound", ge=0)]
-    rs_upper_bound: Annotated[float, doc("For use_rs: upper bound of the ratio.", derived="tis_upper_bound", gt=0)]
+    tis_upper_bound: Annotated[float, doc("For use_mis: upper bound of the weight.", gt=0, ours=True)] = 2.0
+    tis_batch_normalize: Annotated[bool, doc("For use_mis: divide weights by their mean over the batch.", ours=True)] = True
+    use_rs: Annotated[bool, doc("For use_mis: also reject, that is mask, what lies outside the rs bounds.", ours=True)] = False
+    rs_level: Annotated[Level, doc("For use_rs: what the ratio is taken over.", ours=True)] = "token"
+    rs_lower_bound: Annotated[float, doc("For use_rs: lower bound of the ratio.", derived="tis_lower_bound", ge=0, ours=True)]
+    rs_upper_bound: Annotated[float, doc("For use_rs: upper bound of the ratio.", derived="tis_upper_bound", gt=0, ours=True)]
     rs_veto_threshold: Annotated[
-        float, doc("For use_rs: one token with a smaller ratio rejects the whole sequence; 0 never does.", ge=0)
+        float, doc("For use_rs: one token with a smaller ratio rejects the whole sequence; 0 never does.", ge=0, ours=True)
     ] = 1e-4
     use_decoupled_loss: Annotated[
-        bool, doc("Decoupled PPO: clip around log-probs recomputed by the trainer, weight by them over the engine's.")
+        bool, doc("Decoupled PPO: clip around log-probs recomputed by the trainer, weight by them over the engine's.", ours=True)
     ] = False
-    decoupled_cap: Annotated[float, doc("For use_decoupled_loss: upper bound of that weight.", gt=0)] = 5.0
+    decoupled_cap: Annotated[float, doc("For use_decoupled_loss: upper bound of that weight.", gt=0, ours=True)] = 5.0
     get_mismatch_metrics: Annotated[
         bool, doc("Report what the chosen correction would do and do not apply it.")
     ] = False
@@ -148,7 +138,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "For several steps per rollout: stand in for the recomputed log-probs by those between the engine's and the "
-            "present policy's, by the token's staleness. Saves the extra pass."
+            "present policy's, by the token's staleness. Saves the extra pass.", ours=True
         ),
     ] = False
     use_rollout_logprobs: Annotated[
@@ -172,7 +162,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         bool, doc("Off-policy sequence mask: leave out negative-advantage sequences the policy has moved away from.")
     ] = False
     opsm_delta: Annotated[float, doc("For use_opsm: mean log-ratio from which a sequence is left out.", ge=0)] = 1e-4
-    no_correction: Annotated[bool, doc("Allow max_weight_staleness above 0 without any off-policy correction.")] = False
+    no_correction: Annotated[bool, doc("Allow max_weight_staleness above 0 without any off-policy correction.", ours=True)] = False
 
     disable_grpo_std_normalization: Annotated[
         bool,
@@ -228,7 +218,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             "trajectories. token-mean: mean over all tokens. seq-mean-token-sum-norm: sum of each trajectory over the "
             "constant loss_scale_factor, then mean over trajectories, so that long answers are not favoured (Dr. GRPO, "
             "with disable_grpo_std_normalization).",
-            derived="token-mean with calculate_per_token_loss, else seq-mean-token-mean",
+            derived="token-mean with calculate_per_token_loss, else seq-mean-token-mean", ours=True,
         ),
     ]
     loss_scale_factor: Annotated[
@@ -237,7 +227,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             "For loss_agg_mode seq-mean-token-sum-norm: the constant that token sums are divided by; fixed for the run, "
             "also when rollout_max_response_len is patched.",
             unit="tokens",
-            derived="rollout_max_response_len with seq-mean-token-sum-norm, else unset",
+            derived="rollout_max_response_len with seq-mean-token-sum-norm, else unset", ours=True,
         ),
     ]
 
@@ -249,7 +239,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         ),
     ]
     sft_loss_roles: Annotated[
-        tuple[str, ...], doc("For loss_type sft: roles of the chat messages that are learned; the others are context.")
+        tuple[str, ...], doc("For loss_type sft: roles of the chat messages that are learned; the others are context.", ours=True)
     ] = ("assistant",)
     loss_mask_type: Annotated[
         Literal["all", "last", "qwen", "qwen3", "distill_qwen"],
@@ -259,7 +249,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         str | None, doc("Dotted path of a function that replaces the whole loss. Signatures: docs/objective.md.")
     ] = None
     custom_advantage_function_path: Annotated[
-        str | None, doc("Dotted path of a function that replaces the estimator's advantages.")
+        str | None, doc("Dotted path of a function that replaces the estimator's advantages.", ours=True)
     ] = None
     custom_tis_function_path: Annotated[
         str | None, doc("With use_tis: dotted path of a function that weighs and masks the policy loss instead.")

@@ -14,22 +14,22 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
 
     name: Annotated[
         str,
-        doc("Name of the run: its folder and its keys on the bus.", derived="file name of CONFIG, else run"),
+        doc("Name of the run: its folder and its keys on the bus.", derived="file name of CONFIG, else run", ours=True),
     ]
-    runs_dir: Annotated[str, doc("Folder that holds one folder per run.")] = "runs"
+    runs_dir: Annotated[str, doc("Folder that holds one folder per run.", ours=True)] = "runs"
     seed: Annotated[int, doc("Seed of everything random that has no seed of its own.", ge=0)] = 1234
     console: Annotated[
         Literal["live", "plain", "none", "web"],
         doc(
             "live: one view that updates in place; plain: a line per step; none: only errors; web: a line per step, and a page on "
-            "loopback whose address is printed (also beside a run, at any time: miles-async console)."
+            "loopback whose address is printed (also beside a run, at any time: miles-async console).", ours=True
         ),
     ] = "live"
     console_port: Annotated[
-        int, doc("Port of that page on 127.0.0.1. 0: 8420, or any free one where that is taken.", ge=0, le=65535)
+        int, doc("Port of that page on 127.0.0.1. 0: 8420, or any free one where that is taken.", ge=0, le=65535, ours=True)
     ] = 0
     drain_timeout_s: Annotated[
-        float, doc("Time for an actor to finish or park what it holds when it is asked to stop.", unit="seconds", gt=0)
+        float, doc("Time for an actor to finish or park what it holds when it is asked to stop.", unit="seconds", gt=0, ours=True)
     ] = 30.0
     restart_budget: Annotated[
         int,
@@ -37,10 +37,10 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             "Restarts of one actor within a minute, or of a trainer that crashes before the same step however long it takes, "
             "before the run ends with its error.",
             unit="restarts",
-            ge=0,
+            ge=0, ours=True,
         ),
     ] = 5
-    heartbeat_s: Annotated[float, doc("Seconds between two signs of life of an actor.", unit="seconds", gt=0)] = 2.0
+    heartbeat_s: Annotated[float, doc("Seconds between two signs of life of an actor.", unit="seconds", gt=0, ours=True)] = 2.0
     debug_rollout_only: Annotated[
         bool, doc("Run everything but training: groups are taken and counted, the weights stay as they are.")
     ] = False
@@ -102,30 +102,36 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             "makes grows with a model's width and depth; engines that serve FP8 show more.",
             unit="nats",
             derived="1e-9 with true_on_policy_mode, 1e-4 with the embedded engine and model_dtype float32, else 0.03",
-            gt=0,
+            gt=0, ours=True,
         ),
     ]
     launcher: Annotated[
         Literal["local", "ray"],
-        doc("Who places the run's processes: local: all on this host; ray: over the nodes of a Ray cluster (docs/cluster.md)."),
+        doc(
+            "Who places the run's processes: local: all on this host; ray: over the nodes of a Ray cluster (docs/cluster.md).",
+            ours=True,
+        ),
     ] = "local"
     ray_address: Annotated[
-        str, doc("The Ray cluster: auto (the one of this host) or HOST:PORT of its head. This host is one of its nodes.")
+        str, doc("The Ray cluster: auto (the one of this host) or HOST:PORT of its head. This host is one of its nodes.", ours=True)
     ] = "auto"
     ray_wait_s: Annotated[
         float,
         doc(
             "How long the start waits for room on the Ray cluster before it is refused; one that grows by demand needs minutes.",
             unit="seconds",
-            gt=0,
+            gt=0, ours=True,
         ),
     ] = 20.0
     min_workers: Annotated[
         NaturalInt | None,
-        doc("Generation workers that must have room before the run starts. Unset: num_generation_workers.", unit="workers"),
+        doc(
+            "Generation workers that must have room before the run starts. Unset: num_generation_workers.", unit="workers",
+            ours=True,
+        ),
     ] = None
     max_workers: Annotated[
         PositiveInt | None,
-        doc("Most generation workers, as nodes join the Ray cluster. Unset: num_generation_workers.", unit="workers"),
+        doc("Most generation workers, as nodes join the Ray cluster. Unset: num_generation_workers.", unit="workers", ours=True),
     ] = None
-    report: Annotated[bool, doc("Write report.html at the end of the run.")] = True
+    report: Annotated[bool, doc("Write report.html at the end of the run.", ours=True)] = True

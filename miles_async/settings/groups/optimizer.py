@@ -10,7 +10,7 @@ class OptimizerSettings(Group, frozen=True, kw_only=True):
 
     optimizer: Annotated[Literal["adam", "muon"], doc("adam is AdamW; muon for matrices, adam for the rest.")] = "adam"
     lr: Annotated[float, doc("Peak learning rate.", live="next step (trainer)", ge=0)] = 1e-6
-    min_lr: Annotated[float, doc("Learning rate at the end of a decay.", ge=0)] = 0.0
+    min_lr: Annotated[float, doc("Learning rate at the end of a decay.", ge=0, ours=True)] = 0.0
     lr_decay_style: Annotated[Literal["constant", "linear", "cosine"], doc("Shape of the decay after warm-up.")] = (
         "constant"
     )

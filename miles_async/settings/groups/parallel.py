@@ -43,7 +43,7 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
         Literal["torch", "te"],
         doc(
             "Who multiplies by experts on a GPU: torch, all experts of a layer at once; te, Transformer Engine, one by one. "
-            "torch leaves to te what it cannot do (FP8, overlapped sending of gradients, no distributed optimizer)."
+            "torch leaves to te what it cannot do (FP8, overlapped sending of gradients, no distributed optimizer).", ours=True
         ),
     ] = "torch"
     data_pad_size_multiplier: Annotated[
@@ -57,11 +57,23 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
         ),
     ] = {}
     custom_megatron_init_path: Annotated[
-        str | None, doc("package.module.function, called with the backend's core of each rank once it is built.")
+        str | None,
+        doc(
+            "package.module.function, called with the backend's core of each rank once it is built; one whose first parameter is "
+            "args as Miles calls it: (args)."
+        ),
     ] = None
     custom_megatron_before_log_prob_hook_path: Annotated[
-        str | None, doc("package.module.function, called with the core before each pass that computes log-probs.")
+        str | None,
+        doc(
+            "package.module.function, called with the core before each pass that computes log-probs, or as (args, model, "
+            "store_prefix)."
+        ),
     ] = None
     custom_megatron_before_train_step_hook_path: Annotated[
-        str | None, doc("package.module.function, called with the core before each optimizer step.")
+        str | None,
+        doc(
+            "package.module.function, called with the core before each optimizer step, or as (args, rollout_id, step_id, model, "
+            "optimizer, scheduler); there is no scheduler object, so it is None."
+        ),
     ] = None

@@ -24,7 +24,7 @@ class PerfSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "Keep each layer's input alone for the backward pass and compute the rest again: a quarter more time for a fraction "
-            "of the memory, with the same gradients. Megatron calls it full recomputation."
+            "of the memory, with the same gradients. Megatron calls it full recomputation.", ours=True
         ),
     ] = False
     gradient_checkpointing_layers: Annotated[
@@ -32,7 +32,7 @@ class PerfSettings(Group, frozen=True, kw_only=True):
         doc(
             "gradient_checkpointing for the first so many layers only: as few as memory asks for cost the least time. 0: for all.",
             unit="layers",
-            ge=0,
+            ge=0, ours=True,
         ),
     ] = 0
     compile: Annotated[
@@ -40,7 +40,7 @@ class PerfSettings(Group, frozen=True, kw_only=True):
         doc(
             "Run the trainer's decoder layers through torch.compile: one graph for all layers and lengths, made in the first "
             "step (ten to thirty seconds). auto: where flash attention runs. If compilation fails the layers run as they are, "
-            "with a warning. Never with true_on_policy_mode."
+            "with a warning. Never with true_on_policy_mode.", ours=True
         ),
     ] = "auto"
     attn_implementation: Annotated[
@@ -73,7 +73,8 @@ class PerfSettings(Group, frozen=True, kw_only=True):
         str | None,
         doc(
             "HOST:PORT where the trainer's processes meet. Given: all but the first are yours to start, by torchrun, Slurm or Ray: "
-            "python -m actors.trainer.follower, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Else the trainer starts them."
+            "python -m actors.trainer.follower, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Else the trainer starts them.",
+            ours=True,
         ),
     ] = None
     train_env_vars: Annotated[
@@ -106,5 +107,5 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             derived="balance_data",
         ),
     ]
-    trainer_threads: Annotated[int, doc("CPU threads of the trainer process.", unit="threads", ge=1)] = 1
-    engine_threads: Annotated[int, doc("CPU threads of each embedded engine.", unit="threads", ge=1)] = 1
+    trainer_threads: Annotated[int, doc("CPU threads of the trainer process.", unit="threads", ge=1, ours=True)] = 1
+    engine_threads: Annotated[int, doc("CPU threads of each embedded engine.", unit="threads", ge=1, ours=True)] = 1

@@ -47,10 +47,15 @@ shows the next one where it says <image>."""),
     chat_template_path: Annotated[str | None, doc("File with a chat template (Jinja) in place of the tokenizer's own.")] = None
     tools: Annotated[
         tuple[Tool, ...],
-        doc("Tools that the model may call over several turns: calculator, search (of tool_corpus), python (in a sandbox)."),
+        doc(
+            "Tools that the model may call over several turns: calculator, search (of tool_corpus), python (in a sandbox).",
+            ours=True,
+        ),
     ] = ()
-    tool_corpus: Annotated[str | None, doc("Texts for the tool search: JSONL with a column text, or a text file.")] = None
-    max_turns: Annotated[int, doc("Most answers of the model in one sample with tools.", ge=1)] = 8
+    tool_corpus: Annotated[
+        str | None, doc("Texts for the tool search: JSONL with a column text, or a text file.", ours=True)
+    ] = None
+    max_turns: Annotated[int, doc("Most answers of the model in one sample with tools.", ge=1, ours=True)] = 8
     generate_tool_call_parser: Annotated[
         Literal["auto", "hermes", "llama3", "deepseek", "glm"],
         doc("Format of tool calls in what the model writes; hermes is also Qwen's. auto: the one that the chat template teaches."),
@@ -60,7 +65,8 @@ shows the next one where it says <image>."""),
         doc("Dotted path of an agent(task, base_url, api_key) that calls the model as an OpenAI client; returns a reward or None."),
     ] = None
     agent_idle_s: Annotated[
-        float, doc("Longest time in which an agent neither ends nor waits for the model; then it has failed.", unit="s", gt=0)
+        float,
+        doc("Longest time in which an agent neither ends nor waits for the model; then it has failed.", unit="s", gt=0, ours=True)
     ] = 600.0
     rollout_shuffle: Annotated[bool, doc("Shuffle the prompts in a new order each epoch, from rollout_seed.")] = False
     rollout_seed: Annotated[int, doc("Seed of prompt order and token sampling.", ge=0)] = 42
@@ -144,7 +150,8 @@ shows the next one where it says <image>."""),
         doc("Addresses of reward services for rm_type remote_rm, http:// or https://; of several, one that fails is passed by."),
     ] = ()
     rm_batch_size: Annotated[
-        int, doc("Most samples in one question to rm_url; above 1 it gets a list and gives a list.", unit="samples", ge=1)
+        int,
+        doc("Most samples in one question to rm_url; above 1 it gets a list and gives a list.", unit="samples", ge=1, ours=True)
     ] = 1
     group_rm: Annotated[
         bool, doc("Score all samples of a prompt at once: custom_rm_path and rm_url get a list and give a list.")
@@ -153,12 +160,13 @@ shows the next one where it says <image>."""),
         str | None,
         doc(
             "OpenAI-compatible endpoint of the model that scores for rm_type judge, as in http://HOST:PORT/v1. A key that it asks "
-            "for is in the variable MILES_ASYNC_JUDGE_KEY."
+            "for is in the variable MILES_ASYNC_JUDGE_KEY.", ours=True
         ),
     ] = None
-    judge_model: Annotated[str, doc("Name of the judging model at judge_url.")] = "default"
+    judge_model: Annotated[str, doc("Name of the judging model at judge_url.", ours=True)] = "default"
     judge_template_path: Annotated[
-        str | None, doc("Text that the judge is asked with; {prompt}, {response} and {label} are put in. Unset: a shipped one.")
+        str | None, doc("Text that the judge is asked with; {prompt}, {response} and {label} are put in. Unset: a shipped one.",
+        ours=True)
     ] = None
     reward_key: Annotated[str | None, doc("Key of the scalar when the reward function returns a table.")] = None
     reward_version: Annotated[
@@ -167,7 +175,7 @@ shows the next one where it says <image>."""),
             "Raise it after a change of the function or the service that scores: functions are loaded anew, groups that are not "
             "judged yet are scored again, and no batch mixes two versions.",
             live="next sample scored, next group judged, next step (reward, filter, trainer)",
-            ge=0,
+            ge=0, ours=True,
         ),
     ] = 0
     reward_timeout_s: Annotated[
@@ -176,13 +184,13 @@ shows the next one where it says <image>."""),
             "Deadline for scoring one sample; then it is tried again.",
             unit="seconds",
             live="next sample scored (reward)",
-            gt=0,
+            gt=0, ours=True,
         ),
     ] = 30.0
     reward_max_retries: Annotated[
-        int, doc("Further attempts to score a sample before it becomes a dead letter.", unit="attempts", ge=0)
+        int, doc("Further attempts to score a sample before it becomes a dead letter.", unit="attempts", ge=0, ours=True)
     ] = 3
-    num_reward_workers: Annotated[int, doc("Reward scorer processes.", unit="processes", ge=1)] = 1
+    num_reward_workers: Annotated[int, doc("Reward scorer processes.", unit="processes", ge=1, ours=True)] = 1
 
     custom_generate_function_path: Annotated[
         str | None,
@@ -194,20 +202,20 @@ shows the next one where it says <image>."""),
     ] = None
     environment_path: Annotated[
         str | None,
-        doc("Dotted path of a class with reset(task) and step(action): what session.world() of a rollout program asks."),
+        doc("Dotted path of a class with reset(task) and step(action): what session.world() of a rollout program asks.", ours=True),
     ] = None
-    environment_slots: Annotated[int, doc("Most environments that live at once.", unit="processes", ge=1)] = 64
+    environment_slots: Annotated[int, doc("Most environments that live at once.", unit="processes", ge=1, ours=True)] = 64
     environment_timeout_s: Annotated[
-        float, doc("Longest reset or step of an environment; then it is built anew, once.", unit="seconds", gt=0)
+        float, doc("Longest reset or step of an environment; then it is built anew, once.", unit="seconds", gt=0, ours=True)
     ] = 60.0
     environment_idle_s: Annotated[
-        float, doc("Time without a question after which an environment is ended.", unit="seconds", gt=0)
+        float, doc("Time without a question after which an environment is ended.", unit="seconds", gt=0, ours=True)
     ] = 600.0
     environment_sandbox: Annotated[
-        bool, doc("Environments open no socket, start no process and write no file once their module is loaded (Linux).")
+        bool, doc("Environments open no socket, start no process and write no file once their module is loaded (Linux).", ours=True)
     ] = False
     rollout_timeout_s: Annotated[
-        float, doc("Longest run of such a program on one worker; then the sample is tried again.", unit="seconds", gt=0)
+        float, doc("Longest run of such a program on one worker; then the sample is tried again.", unit="seconds", gt=0, ours=True)
     ] = 3600.0
     custom_config_path: Annotated[
         str | None, doc("TOML, JSON or YAML file with a table of values that generate functions written for Miles find on args.")
@@ -236,7 +244,14 @@ shows the next one where it says <image>."""),
         str | None, doc("Dotted path of Miles' process(args, groups, data_source): looks at a step's groups, dropped ones too.")
     ] = None
     batch_hook_timeout_s: Annotated[
-        float, doc("Longest run of a function that sees a whole batch; then the run ends.", unit="seconds", gt=0)
+        float,
+        doc(
+            "Longest run of a function that sees several samples (a batch, a group to be judged, a buffer to be put in order); "
+            "then the run ends.",
+            unit="seconds",
+            gt=0,
+            ours=True,
+        ),
     ] = 300.0
 
     max_waves: Annotated[
@@ -245,7 +260,7 @@ shows the next one where it says <image>."""),
             "Rollout batches' worth of groups that the filter may reject in a row before the run stops as starved.",
             unit="waves",
             live="next group issued (sampler)",
-            ge=1,
+            ge=1, ours=True,
         ),
     ] = 16
 
@@ -262,7 +277,7 @@ shows the next one where it says <image>."""),
             "New tokens after which a running sample's prefix is saved.",
             unit="tokens",
             live="next sample started (generation)",
-            ge=1,
+            ge=1, ours=True,
         ),
     ] = 512
     mask_offpolicy_in_partial_rollout: Annotated[
@@ -276,7 +291,7 @@ shows the next one where it says <image>."""),
         doc(
             "Tokens after which a sample gives its engine slot back and resumes later. Unset: never.",
             unit="tokens",
-            live="next sample started (generation)",
+            live="next sample started (generation)", ours=True,
         ),
     ] = None
 
@@ -299,7 +314,7 @@ shows the next one where it says <image>."""),
             "members are trained as soon as half of them are done; wait: the trainer waits for the oldest open group; drop: "
             "it is dropped and its prompt issued again. auto is split, and whole at max_weight_staleness 0.",
             derived="auto; whole where the estimator or a reward hook needs whole groups",
-            live="next step, next sample scored (trainer, filter, sampler)",
+            live="next step, next sample scored (trainer, filter, sampler)", ours=True,
         ),
     ]
     staleness_lookahead: Annotated[
@@ -308,7 +323,7 @@ shows the next one where it says <image>."""),
             "For staleness_policy wait: how many groups past the oldest open one the trainer may take.",
             unit="groups",
             derived="rollout_batch_size; 1 when max_weight_staleness is 0",
-            ge=1,
+            ge=1, ours=True,
         ),
     ]
     update_weights_interval: Annotated[

@@ -13,7 +13,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     engine: Annotated[
         Literal["embedded", "sglang", "external"],
         doc(
-            "embedded: the small server of this package; sglang: SGLang servers started by us; external: running ones."
+            "embedded: the small server of this package; sglang: SGLang servers started by us; external: running ones.", ours=True
         ),
     ] = "embedded"
     rollout_external_engine_addrs: Annotated[
@@ -25,7 +25,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Generation workers, one engine each, started with the run; more may join at any time.",
             unit="processes",
             derived="one per external engine; for SGLang rollout_num_gpus / rollout_num_gpus_per_engine, else 1; else 2",
-            ge=0,
+            ge=0, ours=True,
         ),
     ]
     rollout_num_gpus: Annotated[
@@ -42,13 +42,16 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     ] = 1
     sglang_nnodes: Annotated[
         int,
-        doc("Hosts of one SGLang engine, which share its GPUs evenly; more than one needs launcher ray.", unit="hosts", ge=1),
+        doc(
+            "Hosts of one SGLang engine, which share its GPUs evenly; more than one needs launcher ray.", unit="hosts", ge=1,
+            ours=True,
+        ),
     ] = 1
     rollout_gpu_ids: Annotated[
         tuple[int, ...],
         doc(
             "GPUs of the engines as nvidia-smi counts them (or positions in CUDA_VISIBLE_DEVICES), engine by engine.",
-            derived="those after the trainer's (actor_num_gpus_per_node); with colocate or debug_rollout_only 0, 1, ...",
+            derived="those after the trainer's (actor_num_gpus_per_node); with colocate or debug_rollout_only 0, 1, ...", ours=True,
         ),
     ]
     colocate: Annotated[
@@ -81,15 +84,19 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "Engines on the trainer's GPUs too: they work while the trainer waits long for a batch, and give the GPUs back, their "
-            "samples to peers, before it is complete."
+            "samples to peers, before it is complete.", ours=True
         ),
     ] = False
     lend_after_s: Annotated[
-        float, doc("Least expected wait for a batch for which GPUs are lent; what lending costs is measured.", unit="seconds", ge=0)
+        float,
+        doc("Least expected wait for a batch for which GPUs are lent; what lending costs is measured.",
+        unit="seconds", ge=0, ours=True)
     ] = 5.0
     lend_return_s: Annotated[
         float,
-        doc("Longest time in which lent GPUs are given back; an engine that takes longer is ended.", unit="seconds", gt=0),
+        doc(
+            "Longest time in which lent GPUs are given back; an engine that takes longer is ended.", unit="seconds", gt=0, ours=True
+        ),
     ] = 20.0
     lend_mem_fraction: Annotated[
         float,
@@ -97,7 +104,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Part of a lent GPU's memory that an SGLang engine takes; the trainer's stays beside it, unless offload_train.",
             derived="0.7 with offload_train, else 0.4",
             gt=0,
-            lt=1,
+            lt=1, ours=True,
         ),
     ]
     train_memory_margin_bytes: Annotated[
@@ -118,9 +125,17 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     sglang_server_command: Annotated[
         tuple[str, ...],
         doc(
-            "Program and first words that start an SGLang server, where it has a Python of its own. Empty: this Python's."
+            "Program and first words that start an SGLang server, where it has a Python of its own. Empty: this Python's.",
+            ours=True,
         ),
     ] = ()
+    sglang_fused_sampling: Annotated[
+        bool,
+        doc(
+            "Next tokens are drawn in one pass over the logits, by a kernel of ours inside SGLang servers that we start on one GPU "
+            "each. Where top-p, top-k, deterministic mode or anything but temperature is asked for, SGLang draws as before."
+        ),
+    ] = False
     sglang_server_concurrency: Annotated[
         int,
         doc(
@@ -137,7 +152,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Least that sglang_server_concurrency auto goes down to.",
             unit="samples",
             live="next look at the engine (generation)",
-            ge=1,
+            ge=1, ours=True,
         ),
     ] = 8
     sglang_concurrency_max: Annotated[
@@ -146,7 +161,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Most that sglang_server_concurrency auto goes up to. Unset: what the engine runs at once; engines that we start run "
             "512.",
             unit="samples",
-            live="next look at the engine (generation)",
+            live="next look at the engine (generation)", ours=True,
         ),
     ] = None
     max_masked_fraction: Annotated[
@@ -155,7 +170,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Share of the tokens that may be masked as too old: sglang_server_concurrency auto takes fewer samples at once when "
             "more are. Unset: it looks for the highest speed whatever is masked.",
             unit="of the tokens",
-            live="next look at the engine (generation)",
+            live="next look at the engine (generation)", ours=True,
         ),
     ] = None
     tail_slots: Annotated[
@@ -164,7 +179,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Samples at once kept for those that outlive tail_after_tokens, on as few workers as possible: a small batch decodes "
             "two to three times as fast. What the tail leaves free takes other samples. Needs two workers and no router.",
             unit="samples",
-            live="next lease (generation)",
+            live="next lease (generation)", ours=True,
         ),
     ] = None
     tail_after_tokens: Annotated[
@@ -172,7 +187,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc(
             "Response tokens after which a sample goes on in tail_slots.",
             unit="tokens",
-            live="next sample started (generation)",
+            live="next sample started (generation)", ours=True,
         ),
     ] = None
     pause_generation_mode: Annotated[
@@ -188,7 +203,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc(
             "How new weights reach engines that served a version before: disk through files in shared memory, ipc by mapping "
             "the trainer's memory on its host, nccl by a broadcast (gloo on a host without GPUs). What fails goes by disk.",
-            derived="ipc with colocate, else disk",
+            derived="ipc with colocate, else disk", ours=True,
         ),
     ]
     update_weight_buffer_size: Annotated[
@@ -203,7 +218,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "For nccl: keep a copy of the version on the GPU, so that training goes on while engines take it. Off: buckets go "
-            "straight from the weights, which wait until engines have them: for models that do not fit twice."
+            "straight from the weights, which wait until engines have them: for models that do not fit twice.", ours=True
         ),
     ] = True
     update_weight_deadline_s: Annotated[
@@ -212,7 +227,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Longest wait for all engines to be ready for a version, and for its broadcast; then it goes by disk. Also for one "
             "engine to load a version and go on, or to answer any other call but a request; then it is started anew.",
             unit="seconds",
-            gt=0,
+            gt=0, ours=True,
         ),
     ] = 60.0
     update_weight_wave_fraction: Annotated[
@@ -221,7 +236,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Share of the engines that may be away loading a version at a time, for transport disk; below 1 the others serve on "
             "with the version before. nccl and ipc reach all engines at once.",
             gt=0,
-            le=1,
+            le=1, ours=True,
         ),
     ] = 1.0
     check_weight_update_equal: Annotated[
@@ -232,20 +247,20 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         ),
     ] = False
     sglang_request_deadline_s: Annotated[
-        float, doc("Longest time for one sample on one engine.", unit="seconds", gt=0)
+        float, doc("Longest time for one sample on one engine.", unit="seconds", gt=0, ours=True)
     ] = 3600.0
     engine_token_deadline_s: Annotated[
-        float, doc("An engine without a new token for so long counts as stalled.", unit="seconds", gt=0)
+        float, doc("An engine without a new token for so long counts as stalled.", unit="seconds", gt=0, ours=True)
     ] = 60.0
     engine_boot_deadline_s: Annotated[
-        float, doc("Longest time for an engine to become ready.", unit="seconds", gt=0)
+        float, doc("Longest time for an engine to become ready.", unit="seconds", gt=0, ours=True)
     ] = 600.0
     use_router: Annotated[
         bool,
         doc(
             "Send requests through a sglang-router before all engines, ours or the one at sglang_router_ip.",
             derived="true for several SGLang engines, but not with tail_slots, nor where they pause in_place and no router flag is "
-            "given; true for an address of a running router",
+            "given; true for an address of a running router", ours=True,
         ),
     ]
     router_args: Annotated[

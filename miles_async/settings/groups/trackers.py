@@ -11,7 +11,9 @@ class TrackersSettings(Group, frozen=True, kw_only=True):
     use_tensorboard: Annotated[
         bool | None, doc("Write TensorBoard event files. Unset: where the tensorboard package is installed.")
     ] = None
-    tensorboard_dir: Annotated[str | None, doc("Folder of the event files. Unset: tensorboard in the run's folder.")] = None
+    tensorboard_dir: Annotated[
+        str | None, doc("Folder of the event files. Unset: tensorboard in the run's folder.", ours=True)
+    ] = None
     use_wandb: Annotated[bool, doc("Log to Weights & Biases.")] = False
     wandb_mode: Annotated[
         Literal["online", "offline", "disabled"] | None,
@@ -31,19 +33,19 @@ class TrackersSettings(Group, frozen=True, kw_only=True):
     mlflow_experiment_name: Annotated[str | None, doc("Experiment. Unset: miles_async.")] = None
     mlflow_run_name: Annotated[str | None, doc("Name shown. Unset: the run's.")] = None
     mlflow_run_id: Annotated[str | None, doc("Go on in this run. Unset: one for all starts of the run.")] = None
-    use_trackio: Annotated[bool, doc("Log the run to Trackio.")] = False
-    trackio_project: Annotated[str | None, doc("Project. Unset: miles_async.")] = None
+    use_trackio: Annotated[bool, doc("Log the run to Trackio.", ours=True)] = False
+    trackio_project: Annotated[str | None, doc("Project. Unset: miles_async.", ours=True)] = None
     otel_endpoint: Annotated[
         str | None,
         doc(
             "Send the lives of samples as OpenTelemetry traces to this collector (OTLP/JSON over HTTP). Unset: none. Its keys are "
-            "in the variable OTEL_EXPORTER_OTLP_HEADERS."
+            "in the variable OTEL_EXPORTER_OTLP_HEADERS.", ours=True
         ),
     ] = None
-    otel_sample_share: Annotated[float, doc("Of all samples, chosen by their ids.", ge=0, le=1)] = 1.0
+    otel_sample_share: Annotated[float, doc("Of all samples, chosen by their ids.", ge=0, le=1, ours=True)] = 1.0
     use_prometheus: Annotated[bool, doc("Serve /metrics for Prometheus: all actors and streams of the run, one address.")] = False
     prometheus_port: Annotated[int, doc("Port of --prometheus-host.", ge=1, le=65535)] = 9090
     prometheus_host: Annotated[
-        str, doc("Its address. 0.0.0.0 lets other hosts ask; what it tells are numbers and names, without samples.")
+        str, doc("Its address. 0.0.0.0 lets other hosts ask; what it tells are numbers and names, without samples.", ours=True)
     ] = "127.0.0.1"
     prometheus_run_name: Annotated[str | None, doc("Label `run` of every metric. Unset: the run's name.")] = None

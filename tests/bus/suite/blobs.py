@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from bus.dead import drop, letter_of, read_letters, retry
 from bus.errors import BadMessage
 from bus.messages.active import Activate
 from bus.messages.base import EMPTY
-from bus.messages.groups import GroupKept
+from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.policy import WeightsReady
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
@@ -111,6 +113,9 @@ async def check_what_a_killed_writer_left_is_swept_and_nothing_else(make_bus: Ma
     async with make_bus() as bus:
         await publish(bus, 2, prompt_tokens=50_000)
         lost = [await bus.blobs.put(b"x" * n) for n in (0, 100, 600_000)]
+        shown = await bus.blobs.put(b"a picture")  # which an open group's samples share
+        group = OpenGroup(group_id="g9", prompt_id="p9", n_samples=2, blobs=(shown,))
+        await bus.commit(Commit(open_groups={"g9": msgspec.msgpack.encode(group)}))
         reader = await reader_of(bus, "a")
         [buried, _] = await reader.read(2, 0)
         letter = letter_of(buried, actor="a", error="KeyError: 'x'", wall=0.0)
@@ -118,7 +123,7 @@ async def check_what_a_killed_writer_left_is_swept_and_nothing_else(make_bus: Ma
         if bus.config.blob_dir:
             (Path(bus.config.blob_dir) / "half.part").write_bytes(b"half")
         assert await sweep_orphans(bus, older_s=0) == len(lost) + bool(bus.config.blob_dir)
-        assert len(await ids(bus)) == 2, "a body that a letter names is named"
+        assert len(await ids(bus)) == 3, "a body that a letter or an open group names is named"
         assert [(await bus.message(e)).index for e in await bus.scan_all(PROMPTS)] == [1]
         await reader.close()
 

@@ -20,6 +20,7 @@ class LossyProxy:
         self._listener: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self.lost = 0
+        self.before_reply: Callable[[], Awaitable[None]] | None = None  # awaited before each reply is passed on
         self.after_loss: Callable[[], Awaitable[None]] | None = None  # awaited before the connection is closed
 
     @property
@@ -76,6 +77,8 @@ class LossyProxy:
                 if self.after_loss is not None:
                     await self.after_loss()
                 break
+            if self.before_reply is not None:
+                await self.before_reply()
             sink.write(data)
         sink.close()
 

@@ -20,6 +20,8 @@ export const CHARTS = [
   { title: "Response length, tokens", unit: count, series: [line("rollout/response_len/mean", "mean"), line("rollout/response_len/max", "most", "orange")] },
   { title: "Dropped groups a step", stacked: true, dropped: true, series: [] },
 ];
+export const RUN_HUES = ["blue", "orange", "green", "purple", "gold", "pink", "teal"]; // where a colour means a run, this page's first
+export const DASHES = [undefined, [6, 3], [2, 3], [8, 3, 2, 3]];
 export const HUES = ["orange", "purple", "red", "blue", "green", "grey"];
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 

@@ -1,13 +1,14 @@
 // Curves over training steps: one small chart each, one cursor over all. Colours repeat what the words above each chart say.
 
-import { CHARTS, HUES, colour, line, yScale } from "./chartlist.js";
+import { CHARTS, DASHES, HUES, RUN_HUES, colour, line, yScale } from "./chartlist.js";
 import { el, say } from "./dom.js";
 import { duration, percent, short } from "./format.js";
+import { mark } from "./overlays.js";
 
 export class Charts {
   constructor(place, tune) {
     this.data = { edition: -1, step: [], columns: {} };
-    this.other = null;
+    this.others = []; // runs that lie over this one
     this.evals = [];
     this.marks = { knobs: [], restarts: [], bounds: [] };
     this.visible = true;
@@ -34,8 +35,8 @@ export class Charts {
     this.draw();
   }
 
-  compare(name, curves) {
-    this.other = curves && { name, ...curves };
+  overlay(runs) {
+    this.others = runs;
     this.draw();
   }
 
@@ -83,10 +84,10 @@ class Chart {
 
   /** Tables of one x column each, to be joined, and what to draw of them. Stacked series are sums, the highest first. */
   content() {
-    const { data, other, evals, marks } = this.all;
+    const { data, others, evals, marks } = this.all;
     const found = this.series();
     const tables = [[data.step, ...found.map((s) => data.columns[s.key])]];
-    const lines = found.map((s) => ({ ...s }));
+    const lines = found.map((s, i) => (others.length && !this.spec.stacked ? { ...s, ...own(i) } : { ...s }));
     if (this.spec.stacked) {
       const sums = data.step.map(() => 0);
       const stack = found.map((s) => data.columns[s.key].map((v, i) => (sums[i] += v ?? 0)));
@@ -95,27 +96,32 @@ class Chart {
     }
     if (this.spec.evals) evals.forEach((set, i) => {
       tables.push([set.points.map((p) => p[0]), set.points.map((p) => p[1])]);
-      lines.push({ label: set.name, colour: HUES[(i + 4) % HUES.length], points: true });
+      lines.push({ label: set.name, points: true, ...(others.length ? own(i) : { colour: HUES[(i + 4) % HUES.length] }) });
     });
     if (this.spec.bound && marks.bounds.length && data.step.length) {
       tables.push([data.step, data.step.map((step) => marks.bounds.filter(([from]) => from <= step).at(-1)?.[1] ?? null)]);
       lines.push({ label: "bound", colour: "red", dash: [4, 3] });
     }
-    if (other && !this.spec.stacked) for (const s of found.slice(0, 1)) if (other.columns[s.key]) {
-      tables.push([other.step, other.columns[s.key]]);
-      lines.push({ label: other.name, colour: "grey", dash: [2, 2] });
+    const under = []; // other runs, so that this one's lines are drawn over them
+    const below = [];
+    if (!this.spec.stacked) for (const run of others) {
+      const first = this.spec.series.find((s) => run.curves.columns[s.key]);
+      if (first) {
+        below.push([run.curves.step, run.curves.columns[first.key]]);
+        under.push({ label: `${run.name}: ${first.label}`, colour: run.hue, run });
+      }
+      if (this.spec.evals) run.curves.evals.forEach((set, i) => {
+        below.push([set.points.map((p) => p[0]), set.points.map((p) => p[1])]);
+        under.push({ label: `${run.name}: ${set.name}`, colour: run.hue, points: true, dash: DASHES[i % 4], run });
+      });
     }
-    if (other && this.spec.evals) for (const set of other.evals) {
-      tables.push([set.points.map((p) => p[0]), set.points.map((p) => p[1])]);
-      lines.push({ label: `${set.name}, ${other.name}`, colour: "grey", points: true, dash: [2, 2] });
-    }
-    return [lines, tables.length > 1 ? uPlot.join(tables) : tables[0]];
+    return [[...under, ...lines], tables.length + below.length > 1 ? uPlot.join([...below, ...tables]) : tables[0]];
   }
 
   draw() {
     const [lines, data] = this.content();
     this.lines = lines;
-    const key = lines.map((l) => l.label).join();
+    const key = lines.map((l) => `${l.label} ${l.colour} ${l.dash}`).join();
     if (this.plot && key !== this.key) this.forget();
     if (!lines.length) return say(this.said, "nothing yet");
     if (!this.plot) {
@@ -144,7 +150,7 @@ class Chart {
       scales: { x: { time: false }, y: yScale(this.spec) },
       axes: [{ ...axis, size: 18, gap: 2, space: 40 }, { ...axis, size: 46, gap: 3, space: 24, values: (_, ticks) => ticks.map((v) => (this.spec.unit === duration ? short(v) : unit(v))) }],
       series: [{}, ...lines.map((l) => ({
-        label: l.label, stroke: colour(l.colour), width: 1.5, dash: l.dash, spanGaps: true,
+        label: l.label, stroke: colour(l.colour), width: l.run ? 1.2 : 1.5, dash: l.dash, spanGaps: true,
         fill: this.spec.stacked ? colour(l.colour) : undefined,
         points: { show: Boolean(l.points), size: 5, fill: colour(l.colour) },
       }))],
@@ -174,27 +180,39 @@ class Chart {
     ctx.restore();
   }
 
-  /** The values at a point, or the last ones. */
+  /** The values at a point, or else the last ones; of a curve without a point there, what it was before. */
   legend(at) {
     const unit = this.spec.unit ?? short;
     const data = this.plot.data;
     const value = (i) => {
       const column = data[i + 1];
-      if (at !== null && at !== undefined && column[at] !== null && column[at] !== undefined) return column[at];
-      return column.findLast((v) => v !== null && v !== undefined);
+      for (let point = at ?? column.length - 1; point >= 0; point -= 1) if ((column[point] ?? null) !== null) return column[point];
+      return null;
     };
-    const texts = this.lines.map((l, i) => {
+    const order = [...this.lines.keys()].sort((a, b) => Boolean(this.lines[a].run) - Boolean(this.lines[b].run)); // this run first
+    const values = order.map((i) => {
       const below = this.spec.stacked && i + 1 < this.lines.length ? value(i + 1) : 0; // stacked columns are sums
-      return `${l.label} ${unit(value(i) - below)}`;
+      return unit(value(i) === null ? null : value(i) - below);
     });
+    const texts = order.map((i, at) => `${this.lines[i].label} ${values[at]}`);
     const where = at === null || at === undefined ? "" : `step ${data[0][at]}: `;
     const key = where + texts.join();
     if (key === this.legendKey) return;
     this.legendKey = key;
-    this.said.replaceChildren(where, ...texts.flatMap((text, i) => [el("span", { class: `dot fill-${this.lines[i].colour}` }), `${text} `]));
+    const words = []; // a run's letter stands once before its values
+    order.forEach((i, at) => {
+      const { run } = this.lines[i];
+      if (run && this.lines[order[at - 1]]?.run === run) words.at(-1).append(` · ${values[at]}`);
+      else words.push(el("span", { class: run ? "whole" : null }, run ? mark(run) : dot(this.lines[i]), run ? values[at] : texts[at]));
+    });
+    this.said.replaceChildren(where, ...words.flatMap((word) => [word, " "]));
     if (!where) this.frame.setAttribute("aria-label", `${this.spec.title} over ${data[0].length} points up to step ${data[0].at(-1)}: ${texts.join(", ")}`);
   }
 }
+
+/** Where a colour means a run, this one's curves are told apart by their dashes. */
+const own = (i) => ({ colour: RUN_HUES[0], dash: DASHES[i % 4], nth: i % 4 });
+const dot = (l) => el("span", { class: `dot fill-${l.colour}${l.nth ? ` dashed-${l.nth}` : ""}${l.points ? " round" : ""}` });
 
 /** How old samples were when they were trained: bars. */
 class Ages {

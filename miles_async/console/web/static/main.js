@@ -1,6 +1,6 @@
 // The page: takes the state as it comes, and gives each part its sections.
 
-import { ask, byId, el, rows, say } from "./dom.js";
+import { byId, el, rows, say } from "./dom.js";
 import { count, duration, percent, short } from "./format.js";
 import { Charts } from "./charts.js";
 import { Flow } from "./flow.js";
@@ -9,6 +9,7 @@ import { Samples } from "./samples.js";
 import { Knobs } from "./knobs.js";
 import { Events, Drops } from "./events.js";
 import { Dead } from "./dead.js";
+import { Overlays } from "./overlays.js";
 
 const state = { clock: 0 }; // the sections, and the server's wall less ours
 const now = () => Date.now() / 1000 + state.clock;
@@ -139,7 +140,7 @@ stream.addEventListener("state", (event) => {
 stream.addEventListener("curves", (event) => parts.charts.take(JSON.parse(event.data)));
 stream.onerror = () => link("The console does not answer: it was ended, or is unreachable. This page goes on when it is back.");
 
-// -- theme, comparison ---------------------------------------------------------------------------------------------------
+// -- theme, other runs ---------------------------------------------------------------------------------------------------
 
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 function theme(chosen) {
@@ -156,11 +157,7 @@ byId("theme").addEventListener("click", () => {
 systemDark.addEventListener("change", () => theme(localStorage.getItem("theme")));
 theme(localStorage.getItem("theme"));
 
-ask("/api/runs").then((names) => byId("compare").append(...names.map((name) => el("option", { value: name, text: name }))), () => {});
-byId("compare").addEventListener("change", async (event) => {
-  const name = event.target.value;
-  parts.charts.compare(name, name ? await ask(`/api/curves?run=${encodeURIComponent(name)}`).catch(() => null) : null);
-});
+new Overlays((runs) => parts.charts.overlay(runs));
 
 (tabs.find((tab) => `#${tab.name}` === location.hash) ?? tabs[0]).open();
 setInterval(standing, 1000);
