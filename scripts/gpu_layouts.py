@@ -4,7 +4,8 @@
     python scripts/gpu_layouts.py --out DIR [--cases one,tp2_sp,...] [--shape 0.6b] [--models DIR] [--budget-s 400]
 
 Each case is one trainer as a run has it: rank 0 through `RankedBackend`, rank 1 as `python -m actors.trainer.follower`. `tp2_sp`
-writes a checkpoint after its steps, which `one_loads` and `pp2_loads` read. Compared are losses, gradient norms and entropies of
+writes a checkpoint after its steps, which `one_loads` and `pp2_loads` read; `dp2_resumes` and its kin write one of the distributed
+optimizer, whose parts each rank writes and reads, and go on from it. Compared are losses, gradient norms and entropies of
 two steps with two updates each, and a hash over all exported weights. `export_tp2` and `export_pp2` measure on both ranks what an
 export adds to the GPU's memory. Without a GPU `--shape small` rehearses all but these two. Weights are random. Needs no network.
 """
@@ -36,14 +37,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel_size": 2},
     "dp2": {"megatron": {"use_distributed_optimizer": True}},
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-}
-CASES = ("one", "tp2_sp", "one_loads", "pp2_loads", "pp2", "cp2", "dp2", "export_tp2", "export_pp2", "pp2_vpp2")
+    "dp2_aware": {"megatron": {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}},
+    "dp2_offloaded": {"megatron": {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True,
+                                   "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}},
+}  # fmt: skip
+CASES = ("one", "tp2_sp", "one_loads", "pp2_loads", "pp2", "cp2", "dp2", "export_tp2", "export_pp2", "pp2_vpp2",
+         "dp2_resumes", "dp2_aware_resumes", "dp2_offloaded_resumes")  # fmt: skip
 BUCKET = 512 << 20
 NUMBERS = ("loss", "grad_norm", "entropy_loss")
 
 
 def settings(case: str) -> dict[str, Any]:
-    layout = {"export_tp2": "tp2_sp", "export_pp2": "pp2"}.get(case, case.removesuffix("_loads"))
+    layout = {"export_tp2": "tp2_sp", "export_pp2": "pp2"}.get(case, case.removesuffix("_loads").removesuffix("_resumes"))
     # Two updates a batch and an entropy term: on-policy losses alone are sums of advantages, 0 whatever the model says.
     return {"num_steps_per_rollout": 2, "objective": {"entropy_coef": 0.01}, "own": LAYOUTS[layout]}
 
@@ -60,6 +65,19 @@ def exported(backend: Any) -> str:
     return hashlib.blake2b(json.dumps(sorted(found.items())).encode(), digest_size=16).hexdigest()
 
 
+def save(backend: Any, checkpoint: Path) -> dict[str, Any]:
+    """Seconds of the copy and of the writing, and what was written."""
+    shutil.rmtree(checkpoint, ignore_errors=True)  # of an earlier case
+    checkpoint.mkdir(parents=True)
+    began = time.monotonic()
+    saved = backend.save(checkpoint)
+    copied = time.monotonic()
+    saved.write()
+    saved.finish()
+    written = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    return {"copy_s": copied - began, "write_s": time.monotonic() - copied, "bytes": written}
+
+
 def trained(args: argparse.Namespace, case: str) -> Iterator[dict[str, Any]]:
     """A case that loads: its weights and a step. Others: two steps, the checkpoint of `tp2_sp`, a step's time."""
     from actors.trainer.training.ranked import RankedBackend
@@ -72,7 +90,7 @@ def trained(args: argparse.Namespace, case: str) -> Iterator[dict[str, Any]]:
         return {name: found[f"train/{name}"] for name in NUMBERS}
 
     backend.setup(one_gpu.config(model, megatron=True, **settings(case)))
-    checkpoint = args.models / "checkpoint-tp2"
+    checkpoint = args.models / ("checkpoint-dp2" if case.endswith("_resumes") else "checkpoint-tp2")
     if case.endswith("_loads"):
         began = time.monotonic()
         backend.load(checkpoint)
@@ -84,15 +102,17 @@ def trained(args: argparse.Namespace, case: str) -> Iterator[dict[str, Any]]:
     yield {"weights_before": exported(backend)}
     yield {"steps": [step(0), step(1)]}
     if case == "tp2_sp":
-        shutil.rmtree(checkpoint, ignore_errors=True)  # of an earlier call
-        checkpoint.mkdir(parents=True)
-        began = time.monotonic()
-        saved = backend.save(checkpoint)
-        copied = time.monotonic()
-        saved.write()
-        saved.finish()
-        yield {"copy_s": copied - began, "write_s": time.monotonic() - copied, "weights_saved": exported(backend)}
+        yield save(backend, checkpoint) | {"weights_saved": exported(backend)}
         yield {"next_step": step(2)}
+    if case.endswith("_resumes"):
+        yield save(backend, checkpoint)
+        yield {"next_step": step(2), "weights_after": exported(backend)}
+        backend.setup(one_gpu.config(model, megatron=True, **settings(case)))
+        began = time.monotonic()
+        backend.load(checkpoint)
+        yield {"load_s": time.monotonic() - began, "resumed_step": step(2), "weights_resumed": exported(backend)}
+        backend.close()
+        return
     large = one_gpu.batch(7, vocab, samples=8 if args.shape == "small" else 64, tokens=512)
     tokens = sum(len(s.prompt_tokens) + len(s.response_tokens) for s in large.samples)
     seconds = one_gpu.timed(lambda: backend.train_step(large), warm=2, times=3)
@@ -174,6 +194,7 @@ def main() -> int:
     parser.add_argument("--case", default="")
     parser.add_argument("--shape", default="0.6b")
     parser.add_argument("--budget-s", type=float, default=400)
+    parser.add_argument("--case-s", type=float, default=100, help="a case may take")
     args = parser.parse_args()
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -184,7 +205,7 @@ def main() -> int:
     end, codes = time.monotonic() + args.budget_s, {}
     for case in args.cases.split(","):
         left = end - time.monotonic()
-        codes[case] = run(args, case, min(left, 100)) if left > 15 else "left out"
+        codes[case] = run(args, case, min(left, args.case_s)) if left > 15 else "left out"
         found = {file.stem: json.loads(file.read_text()) for file in sorted(args.out.glob("*.json")) if file.stem != "layouts"}
         (args.out / "layouts.json").write_text(json.dumps({"exit": codes, **found}, indent=1))
     print(json.dumps(codes), flush=True)

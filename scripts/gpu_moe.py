@@ -211,6 +211,23 @@ def core_shape(core: Any) -> Any:
     return core.replay.shape if hasattr(core, "replay") else core.schedule.replay.shape
 
 
+# -- losses of the routers ------------------------------------------------------------------------------------------------
+
+
+def balance(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Two steps without the routers' losses, with them, and with megatron-core's fused router: what each adds to the gradient."""
+    from actors.trainer.training.step import train_batch
+
+    vocab, both = SHAPES[small(args)]["vocab_size"], {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
+    fused = {} if args.rehearse else {"both_fused": {**both, "moe_router_fusion": True}}
+    for name, losses in {"none": {}, "both": both, **fused}.items():
+        core = runs.core_of(model_of(args, small(args)), own={"megatron": losses, "moe_expert_kernel": args.expert_kernel})
+        steps = [train_batch(core, runs.batch(k, vocab, samples=16, tokens=256)).metrics for k in range(2)]
+        names = ("loss", "grad_norm", "load_balancing_loss", "router_z_loss")
+        yield {name: [{n: m[f"train/{n}"] for n in names if f"train/{n}" in m} for m in steps]}
+        core.close()
+
+
 # -- speed ----------------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +293,7 @@ def one_case(args: argparse.Namespace, case: str) -> None:
     kind, _, rest = case.partition("-")
     run: dict[str, Callable[[], Iterator[dict[str, Any]]]]
     run = {"engine": lambda: engine(args), "replay": lambda: replay(args, megatron=rest == "megatron"),
+           "balance": lambda: balance(args),
            "resume": lambda: runs.resume(args, model_of(args, small(args)), SHAPES[small(args)]["vocab_size"]),
            "speed": lambda: speed(args, megatron=rest == "megatron")}  # fmt: skip
     runs.keep(args.out / f"{case}.json", case, run[kind]())

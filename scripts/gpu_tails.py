@@ -37,6 +37,7 @@ import gpu_bench
 import gpu_e2e
 import gpu_parts as parts
 import gpu_tails_read as read
+from gpu_decode import fuse
 from gpu_tails_run import VARIABLE
 
 from actors.generation.sglang_client import SGLangClient
@@ -104,6 +105,7 @@ class Bench:
         self.boots: list[dict[str, Any]] = []
         self._server = AsyncExitStack()
         self._up: tuple[str, dict[str, Any]] | None = None
+        self._fused = False  # the server that runs draws by our sampler
 
     @property
     def left_s(self) -> float:
@@ -130,8 +132,16 @@ class Bench:
             self.boots.append({"boot_s": facts["boot_s"], "note": facts["note"]})
         return self._up
 
+    async def fuse(self, *, wanted: bool) -> None:
+        """Have the server draw by our sampler, or the next one by SGLang's."""
+        if self._fused and not wanted:
+            await self.stop()
+        elif wanted and not self._fused and self._up is not None:
+            await fuse(self._up[0], self._up[1]["inside"])
+            self._fused = True
+
     async def stop(self) -> None:
-        self._up = None
+        self._up, self._fused = None, False
         await self._server.aclose()
 
     async def run(self, name: str, run: Run, words: list[str], facts: dict[str, Any], limit_s: float) -> dict[str, Any]:
@@ -251,7 +261,11 @@ async def tails(b: Bench) -> None:
     known = {"slots": a.slots, "stop_ids": len(ids), "mean_asked": a.mean_tokens, "cut": a.new_tokens, "warm": a.warm}
 
     async def one(name: str, run: Run, share_s: float) -> None:
-        url, facts = await b.server(model, a.slots, **{"mem-fraction-static": 0.8, "random-seed": 1})
+        flags = {"mem-fraction-static": 0.8, "random-seed": 1}
+        await b.fuse(wanted=a.fused and not run.before)
+        await b.server(model, a.slots, **flags)
+        await b.fuse(wanted=a.fused and not run.before)
+        url, facts = await b.server(model, a.slots, **flags)
         limit_s = min(share_s, b.left_s - ENDING_S)
         ended = await b.run(name, run, [*words, *_external(url), *run.flags], facts, limit_s)
         found = read.figures(b.metrics(name), warm=a.warm)
@@ -381,6 +395,7 @@ def main() -> int:
     parser.add_argument("--long-slots", type=int, default=128)
     parser.add_argument("--long-flags", default="[]", help="further flags of miles-async train, as a JSON list")
     parser.add_argument("--only", nargs="*", help="only these runs of long")
+    parser.add_argument("--fused", action="store_true", help="tails: all but a draw by our sampler")
     args = parser.parse_args()
     b = Bench(args)
     asyncio.run((tails if args.task == "tails" else long)(b))
