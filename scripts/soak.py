@@ -252,6 +252,7 @@ async def soak(state: Soak, *, minutes: float, pause_s: float, calm: bool) -> di
             # Everyone gets the chance to come back before the end.
             await asyncio.sleep(10.0)
             await state.check(bus)
+            mischief.meet_the_ended()
             for name, guest in mischief.guests.items():
                 guest.send_signal(signal.SIGTERM)
                 if await asyncio.to_thread(guest.wait, 60) != 0:
@@ -281,9 +282,9 @@ async def judged(state: Soak, since: float) -> dict[str, Any]:
 
 
 def config_of(run: Run) -> BusConfig:
-    """How the run's bus is reached."""
+    """How the run's bus is reached, with patience: a Redis that was killed reads its file again, on a busy machine for minutes."""
     reference = msgspec.json.decode((run.dir / "run.json").read_bytes())
-    return BusConfig(url=reference["bus_url"], run=reference["run"], blob_dir=str(run.dir / "blobs"))
+    return BusConfig(url=reference["bus_url"], run=reference["run"], blob_dir=str(run.dir / "blobs"), deadline_s=300.0)
 
 
 def launchers(run: Run) -> list[psutil.Process]:

@@ -77,6 +77,7 @@ class Mischief:
 
     async def disturb(self, bus: Bus) -> None:
         """One disturbance of a kind drawn at random; what is not there at the moment is passed over."""
+        self.meet_the_ended()
         kind = self.random.choice(KINDS)
         actions: dict[str, Callable[[Bus], Awaitable[Disturbance | None]]] = {
             "kill worker": self._kill_worker,
@@ -95,6 +96,16 @@ class Mischief:
         if done is not None:
             self.done.append(done)
             print(f"{time.strftime('%H:%M:%S')} {done.kind}: {done.what}", flush=True)
+
+    def meet_the_ended(self) -> None:
+        """Guests that ended by themselves: rightly where a Redis that is away kept them from joining, else a fault."""
+        for name in [name for name, guest in self.guests.items() if guest.poll() is not None]:
+            code = self.guests.pop(name).poll()
+            said = (self.run.home / f"{name}.log").read_text(errors="replace").strip()
+            if "joined" not in said and "did not answer" in said:
+                self.done.append(Disturbance("join without a Redis", name, time.time()))
+            else:
+                self.faults.append(f"{name} ended by itself, exit status {code}: {said[-300:]}")
 
     def _workers(self) -> list[str]:
         own = ["generation-0", "generation-1"]
