@@ -8,7 +8,8 @@
     python scripts/gpu_tails.py --task long --out DIR       DIR/long.json: configs/long.toml to 85 % of the held-out problems
 
 Variants of tails (--variants, in this order): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound 2;
-e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked. Of long: bounds 0, 2, 4 by seed.
+e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked; f, g as b, d with keys and values of 8
+bits (a server of their own). Of long: bounds 0, 2, 4 by seed.
 All runs share one server, whose boot would cost as much as a run (gpu_tails_run.py); a run that fails gets the next one a
 server of its own. The budget is divided among the runs; one that outlasts its part is ended and its steps so far count.
 Files are written anew after every run. `--engine embedded --shape tiny --mean-tokens 40 --new-tokens 126 --slots 48` rehearses
@@ -59,24 +60,21 @@ class Run:
     rule: Rule = "split"
     bound: int = 2
     cap: int = 0
+    half: bool = False  # keys and values of 8 bits in the engine
 
 
 def _tails(slots: int) -> dict[str, Run]:
     fixed = ("--sglang-server-concurrency", str(slots))
-    auto = (
-        "--sglang-server-concurrency",
-        "auto",
-        "--sglang-concurrency-max",
-        str(slots),
-        "--max-masked-fraction",
-        "0.015",
-    )
+    found = ("--sglang-server-concurrency", "auto", "--sglang-concurrency-max", str(slots))
+    auto = (*found, "--max-masked-fraction", "0.015")
     return {
         "a": Run((*fixed, "--max-weight-staleness", "2"), 1.5, before=True, rule="whole", cap=BATCH),
         "b": Run((*fixed, "--max-weight-staleness", "4"), bound=4),
         "c": Run((*fixed, "--max-weight-staleness", "2"), 1.1),
         "e": Run((*fixed, "--max-weight-staleness", "4", "--staleness-policy", "whole"), rule="whole", bound=4),
         "d": Run((*auto, "--max-weight-staleness", "2"), 1.3),
+        "f": Run((*fixed, "--max-weight-staleness", "4"), bound=4, half=True),
+        "g": Run((*auto, "--max-weight-staleness", "2"), 1.3, half=True),
     }
 
 
@@ -105,20 +103,21 @@ class Bench:
         self.boots: list[dict[str, Any]] = []
         self._server = AsyncExitStack()
         self._up: tuple[str, dict[str, Any]] | None = None
-        self._fused = False  # the server that runs draws by our sampler
+        self._args: dict[str, Any] = {}
+        self._fused = False  # of the server that runs
 
     @property
     def left_s(self) -> float:
         return self.end - time.monotonic()
 
-    async def server(self, model: Path, max_running: int, **flags: Any) -> tuple[str, dict[str, Any]]:
-        """URL and facts of a server that is well and idle; boots one if need be."""
-        if self._up is not None and not await _idle(self._up[0]):
+    async def server(self, model: Path, max_running: int, *, fused: bool = False, **flags: Any) -> tuple[str, dict[str, Any]]:
+        """URL and facts of a server with these flags that is well and idle; boots one if need be. `fused`: it draws by ours."""
+        gpu = self.args.engine == "sglang"
+        args = gpu_bench.GPU_ARGS | flags | json.loads(self.args.server_args) if gpu else {}
+        if self._up is not None and (self._args != args or (self._fused and not fused) or not await _idle(self._up[0])):
             await self.stop()
         if self._up is None:
-            gpu = self.args.engine == "sglang"
             folder = self.scratch / f"server-{len(self.boots)}"
-            args = gpu_bench.GPU_ARGS | flags | json.loads(self.args.server_args) if gpu else {}
             made = parts.server(
                 self.args.engine,
                 model,
@@ -128,17 +127,12 @@ class Bench:
                 gpus=(1,) if gpu else (),  # the trainer takes the first
             )
             url, facts = await self._server.enter_async_context(made)
-            self._up = url, facts | {"log": next(iter(sorted(folder.rglob("log"))), None)}
-            self.boots.append({"boot_s": facts["boot_s"], "note": facts["note"]})
-        return self._up
-
-    async def fuse(self, *, wanted: bool) -> None:
-        """Have the server draw by our sampler, or the next one by SGLang's."""
-        if self._fused and not wanted:
-            await self.stop()
-        elif wanted and not self._fused and self._up is not None:
+            self._up, self._args = (url, facts | {"log": next(iter(sorted(folder.rglob("log"))), None)}), args
+            self.boots.append({"boot_s": facts["boot_s"], "note": facts["note"], "args": args})
+        if fused and not self._fused:
             await fuse(self._up[0], self._up[1]["inside"])
             self._fused = True
+        return self._up
 
     async def stop(self) -> None:
         self._up, self._fused = None, False
@@ -236,16 +230,7 @@ async def tails(b: Bench) -> None:
     prompts.write_text("".join(json.dumps({"prompt": f"{i}+{i % 97}=", "label": "1"}) + "\n" for i in range(4096)))
     ids = read.stop_ids(a.mean_tokens, a.new_tokens, int((parts.QWEN3 | parts.SHAPES[a.shape])["vocab_size"]))
     words = [
-        *(
-            "--hf-checkpoint",
-            str(model),
-            "--prompt-data",
-            str(prompts),
-            "--input-key",
-            "prompt",
-            "--label-key",
-            "label",
-        ),
+        *("--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--input-key", "prompt", "--label-key", "label"),
         *("--rm-type", "deterministic_random", "--num-rollout", str(a.warm + a.steps), "--use-tis"),
         *("--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", str(GROUP)),
         *("--rollout-max-response-len", str(a.new_tokens), "--rollout-stop-token-ids", *map(str, ids)),
@@ -261,11 +246,8 @@ async def tails(b: Bench) -> None:
     known = {"slots": a.slots, "stop_ids": len(ids), "mean_asked": a.mean_tokens, "cut": a.new_tokens, "warm": a.warm}
 
     async def one(name: str, run: Run, share_s: float) -> None:
-        flags = {"mem-fraction-static": 0.8, "random-seed": 1}
-        await b.fuse(wanted=a.fused and not run.before)
-        await b.server(model, a.slots, **flags)
-        await b.fuse(wanted=a.fused and not run.before)
-        url, facts = await b.server(model, a.slots, **flags)
+        flags = {"mem-fraction-static": 0.8, "random-seed": 1} | ({"kv-cache-dtype": "fp8_e4m3"} if run.half else {})
+        url, facts = await b.server(model, a.slots, fused=a.fused and not run.before, **flags)
         limit_s = min(share_s, b.left_s - ENDING_S)
         ended = await b.run(name, run, [*words, *_external(url), *run.flags], facts, limit_s)
         found = read.figures(b.metrics(name), warm=a.warm)
@@ -381,7 +363,7 @@ def main() -> int:
     )
     parser.add_argument("--budget-s", type=float, default=530.0)
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="0.6b")
-    parser.add_argument("--variants", nargs="+", choices=list("abced"), default=list("abced"))
+    parser.add_argument("--variants", nargs="+", choices=list("abcedfg"), default=list("abced"))
     parser.add_argument("--steps", type=int, default=14, help="training steps that count")
     parser.add_argument("--warm", type=int, default=4, help="training steps before them")
     parser.add_argument("--slots", type=int, default=384, help="samples at once, at most")
