@@ -179,7 +179,7 @@ def test_a_jobs_output_is_shown_and_a_dashboard_that_dies_is_one_line(tmp_path: 
     try:
         words = [sys.executable, "-m", "miles_async", "ray", "submit", "nosuch.toml"]
         words += ["--ray-address", f"http://127.0.0.1:{head['dashboard_port']}", "--python"]
-        done = subprocess.run([*words, sys.executable], cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([*words, sys.executable], cwd=REPO, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 1 and not done.stderr, done.stderr
         assert "miles-async train: no such settings file: nosuch.toml" in done.stdout
         (waits := tmp_path / "waits").write_text("#!/bin/sh\necho it waits\nexec sleep 100\n")
