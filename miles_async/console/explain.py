@@ -64,6 +64,8 @@ def because(actor: ActorFacts, scene: Scene) -> str:
             late = [group for group in scene.places.incomplete() if scene.now - group.since >= LONG_S]
             named = f"; {incomplete_text(late[0], scene.now)}" if late else ""
             return f": {'; '.join(filter(None, (held_up(scene), drops_text(scene))))}. {open_text(scene)}{named}"
+        case "sampler" if vitals.waits_for.startswith("the prompts of"):
+            return f": {vitals.note}" if vitals.note else ""
         case "sampler" if policy.active < 0:
             return ": no engine serves a version yet, groups issued now would be born stale"
         case "sampler":

@@ -99,11 +99,6 @@ async def again_and_again(story: Story) -> None:
         await story.say(EVENTS, event("launcher", "restart", text))
 
 
-async def in_a_big_run(story: Story) -> None:
-    await again_and_again(story)
-    await story.say(EVENTS, *(event(f"generation-{n}", "activated", "version 2", version=2, total_s=0.1) for n in range(120)))
-
-
 async def taken_over_by_another_release(story: Story) -> None:
     await write_identity(story.bus, Identity(run=story.bus.config.run, release="0.2.1"))
     for name, role, release in (("trainer", "", "0.2.0"), ("filter", "", ""), ("generation-1", "generation", "0.1.9")):
@@ -164,6 +159,11 @@ async def late_weights(story: Story) -> None:
 async def full(story: Story, **counters: float) -> None:
     here = {name.replace("_", "/", 1): value for name, value in counters.items()}
     await story.alive(vitals("recorder", counters=room_left("/") | here))
+
+
+async def unread(story: Story) -> None:
+    wait = {"waits_for": "the prompts of x.jsonl to be read", "waits_since": time.time() - 120}
+    await story.alive(vitals("sampler", note="my.rows gave 3 rows so far, none for 119 s", **wait))
 
 
 async def unsaved(story: Story) -> None:
@@ -239,7 +239,6 @@ TRENDS: list[tuple[str, str, dict[str, Callable[[int], float]]]] = [
 ]
 PLANTS: list[tuple[Plant | None, str, str, dict[str, Any]]] = [
     (again_and_again, "crash loop", r"reward-0 has ended 3 times .*no such rule.*logs/reward-0.log", {}),
-    (in_a_big_run, "crash loop", "reward-0 has ended 3 times", {}),
     (taken_over_by_another_release, "release", r"^generation-1 on node7 of release 0\.1\.9, the run is of 0\.2\.1:", {}),
     (hang, "engine silent", "generation-0 has given no token for 41 s to any of its 12 requests", {}),
     (hang_in_a_load, "stale worker", "activation of version 1, for 4. s: its engine hangs, or loads slowly", {}),
@@ -252,6 +251,7 @@ PLANTS: list[tuple[Plant | None, str, str, dict[str, Any]]] = [
     (lambda s: full(s, free_disk=1.5e8), "disk", "has 150 MB left", {}),
     (lambda s: full(s, free_memory=4e8, free_memory_share=0.01), "host memory", "has 400 MB of memory left", {}),
     (unsaved, "checkpoint failed", "checkpoint 4 not written to /ckpt: No space left", {}),
+    (unread, "long wait", "for the prompts of x.jsonl to be read: my.rows gave 3 rows so far, none for 119 s$", {}),
     (starve, "filter starving", "the last 7 groups were all dropped", {}),
     (broken_row, "dead letters", r"no number; 2 of the newest 2 are of prompt p-g2, row -g2", {}),
     (late_judge, "slow rewards", "wait to be scored, the oldest for 3. s.* a score takes 21 s, 3 attempts", {"late_s": 30}),
