@@ -88,6 +88,7 @@ class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
     processes: str = ""  # of one name: they see each other's process ids
     takes: int = -1  # version that a worker fetches from other hosts now
     release: str = ""  # of miles_async; empty = it did not say
+    ranks: str | msgspec.UnsetType = msgspec.UNSET  # of a trainer with several: process ids of the others, by host
 
     def header(self) -> Header:
         return Header(id=self.actor, version=self.version, note=self.state)
