@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -16,7 +17,9 @@ from bus.ledger import accounts_of
 from bus.messages.control import Vitals
 from miles_async.console.figures import RECENT, eta_s, throughput
 from miles_async.console.text import duration, human_count, knob_text, percent, plural, shorten
-from miles_async.settings.run import RunSettings
+
+if TYPE_CHECKING:  # `status` does without, which takes as long to load as all else here
+    from miles_async.settings.run import RunSettings
 
 FIRST_SAMPLES = 2  # shown in words at the start of a run; miles-async samples shows more
 STATE_STYLE = {"running": "green", "waiting": "", "starting": "cyan", "draining": "cyan", "stalled": "bold red",

@@ -26,7 +26,7 @@ from bus.streams.hop import id_key
 from bus.topology import DEAD, EVENTS, POLICY, VERDICTS
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
-from miles_async.governor.govern import Standing, read_standing
+from miles_async.governor.standing import Standing, read_standing
 
 NEWS_S, MOST_DEAD = 600.0, 50
 KINDS = (
