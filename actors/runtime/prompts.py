@@ -20,6 +20,7 @@ from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED
 from actors.runtime.vision import BadImage, Shown, Vision, place
 from actors.runtime.whole import called
+from bus.messages.control import READING
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,12 +334,12 @@ async def read_apart(
     if spec.data_source_path:
         context.noting = lambda: f"{spec.data_source_path} gave {coming.text()}"
     try:
-        with context.waiting(f"the prompts of {spec.path} to be read"):
+        with context.waiting(f"{READING}{spec.path} to be read"):
             while not (reading.done() or ends.done()):
                 left_s = None if within_s is None else within_s - coming.late_s
                 if left_s is not None and left_s <= 0:
                     late = f"--data-source-path {spec.data_source_path} gave no row within {within_s:g} s (--batch-hook-timeout-s)"
-                    raise RunEnds(f"{late} behind row {coming.given}. The same command starts again.")
+                    raise RunEnds(f"{late} behind row {coming.given}. Look for a wait in it, or raise that.")
                 await asyncio.wait((reading, ends), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         return reading.result() if reading.done() else None
     finally:

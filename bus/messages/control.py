@@ -17,6 +17,8 @@ CREDITS = "credits: news of verdicts, policy or active"
 """What the sampler waits for while the staleness bound or the batch admits no more groups; as long as a step takes, or longer."""
 ENGINE_SLOTS = "engine slots: news of verdicts, policy or active"
 """What the sampler waits for while it may issue groups and no engine could begin one."""
+READING = "the prompts of "
+"""What a room's wait begins with while it reads prompts: nothing is issued meanwhile, and its note says how far it came."""
 
 STEP_BEGAN = "step_began"
 """Counter in a trainer's vitals while it trains: when the step began, by the clock of their `wall`."""
