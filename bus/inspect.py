@@ -5,7 +5,7 @@ Nothing here takes an entry or changes one. Bodies stay on the server."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from bus.topology import STREAMS, Stream
 
 PAGE = 500
 GREP_PAGE = 2000
-HEADS, FACTS, GREP = Script("heads.lua"), Script("facts.lua"), Script("grep.lua")
+HEADS, FACTS, GREP, NOTED = Script("heads.lua"), Script("facts.lua"), Script("grep.lua"), Script("noted.lua")
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -138,6 +138,19 @@ async def entries_with(bus: Bus, stream: Stream, text: str, types: Sequence[str]
         if not last:
             return found
         start = f"({text_of(last)}"
+
+
+async def noted_entries(bus: Bus, stream: Stream, most: Mapping[str, int], *, after: str) -> tuple[list[Entry], str]:
+    """Entries behind the id `after` that have one of these notes, oldest first, and the id of the last entry that was looked at. Of
+    each note at least the newest `most`; where there are more of it, not all."""
+    found: list[Entry] = []
+    wanted = [word for pair in most.items() for word in pair]
+    while True:
+        last, raw = await bus.link.run_script(NOTED, [bus.keys.stream(stream.name)], [f"({after}", PAGE, *wanted])
+        if not last:
+            return found, after
+        found += [make_entry(stream, "", one) for one in reversed(raw)]
+        after = text_of(last)
 
 
 async def pending_entries(bus: Bus, stream: Stream, readers: str, *, limit: int = 10_000) -> list[Pending]:

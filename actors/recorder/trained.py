@@ -38,40 +38,43 @@ def last_trained(run_dir: Path) -> list[Record]:
     return next(([record] for record in records_in(reversed(lines)) if record["kind"] == "trained"), [])
 
 
-def lines_with(file: Path, needles: Iterable[bytes]) -> Iterator[Record]:
-    """Records of the lines that hold any of these bytes, each once, in order; nothing else is parsed."""
+def pages_with(file: Path, needles: Iterable[bytes], *, newest_first: bool = False) -> Iterator[list[Record]]:
+    """Records of the lines that hold any of these bytes, each once, page by page, a page in order; nothing else is parsed, and no
+    page is read that is not asked for."""
     needles = tuple(needles)
+    for block in _blocks_back(file) if newest_first else _blocks(file):
+        starts = {block.rfind(b"\n", 0, at) + 1 for needle in needles for at in _places(block, needle)}
+        yield list(records_in(block[start : block.find(b"\n", start)] for start in sorted(starts)))
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    """A file in whole lines; sought in memory that was just read, which is quicker than in a mapped file."""
     try:
         opened = file.open("rb")
     except FileNotFoundError:
         return
     with opened:
         while block := opened.read(BLOCK):
-            block += opened.readline()  # whole lines; sought in memory that was just read, which is quicker than in a mapped file
-            starts = {block.rfind(b"\n", 0, at) + 1 for needle in needles for at in _places(block, needle)}
-            yield from records_in(block[start : block.find(b"\n", start)] for start in sorted(starts))
+            yield block + opened.readline()
 
 
-def newest_with(file: Path, needle: bytes, enough: float) -> list[Record]:
-    """The same, sought from the file's end until `enough` different entries are found; oldest first."""
-    found: list[Record] = []
+def _blocks_back(file: Path) -> Iterator[bytes]:
+    """The same from the end of the file."""
     try:
         opened = file.open("rb")
     except FileNotFoundError:
-        return found
+        return
     with opened:
         end, size = opened.seek(0, 2), BLOCK
-        while end > 0 and len({record.get("entry") for record in found}) < enough:
+        while end > 0:
             begin = opened.seek(max(0, end - size))
             block = opened.read(end - begin)
             cut = block.find(b"\n") + 1 if begin else 0
             if begin and not 0 < cut < len(block):  # a line that is longer
                 size *= 2
                 continue
-            starts = sorted({block.rfind(b"\n", cut, at) + 1 or cut for at in _places(block, needle) if at >= cut})
-            found[:0] = records_in(block[start : block.find(b"\n", start)] for start in starts)
+            yield block[cut:]
             end, size = begin + cut, BLOCK
-    return found
 
 
 def _places(block: bytes, needle: bytes) -> Iterator[int]:

@@ -66,6 +66,7 @@ class Context:
         self.depot = ""  # where this actor serves versions to other hosts
         self.received = 0  # bytes of versions that came from other hosts
         self.takes = -1  # version that is coming
+        self.ranks = ""  # process ids of a trainer's other ranks, by host
         self.news = asyncio.Event()  # in the vitals: they are sent at once
         self._room_due = 0.0
         self._answered_s: deque[float] = deque(maxlen=ANSWERS)  # how long the bus took for each of the last vitals
@@ -128,6 +129,7 @@ class Context:
             processes=processes_name(),
             takes=self.takes,
             release=self.spec.release,
+            ranks=self.ranks or msgspec.UNSET,
         )
 
     async def event(

@@ -15,11 +15,12 @@ import msgspec
 from actors.runtime.chat import Chat
 from actors.runtime.context import Context
 from actors.runtime.rows import BadData, image_key, read, sources_of, value_at
-from actors.runtime.run import Refused
-from actors.runtime.sources import rows_function
+from actors.runtime.run import Refused, RunEnds
+from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED
 from actors.runtime.vision import BadImage, Shown, Vision, place
 from actors.runtime.whole import called
+from bus.messages.control import READING
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,9 +273,9 @@ def _configured(model_dir: str, name: str) -> int:
     return size if isinstance(size, int) and size > 0 else 0
 
 
-def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None) -> Prompts:
-    """All usable prompts. `values`: settings by name, for a data source of the user's. Refused names the first row that is not what
-    it must be."""
+def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None, coming: Coming | None = None) -> Prompts:
+    """All usable prompts. `values`: settings by name, for a data source of the user's; `coming` looks at its rows. Refused names
+    the first row that is not what it must be."""
     tokenizer = Tokenizer.of(spec)
     function = None
     keys = {name: getattr(spec, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
@@ -283,6 +284,7 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None) -> Pro
     unseen: list[str] = []
     if spec.data_source_path:
         function, keys = rows_function(spec.data_source_path, keys, values or {})
+        function = coming.of(function) if coming is not None else function
     prompts: list[Prompt] = []
     too_long, index = 0, -1
     parts: list[tuple[int, float]] = []
@@ -321,15 +323,27 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None) -> Pro
     return Prompts(prompts, too_long, parts, unseen)
 
 
-async def read_apart(context: Context, spec: DataSpec, values: Mapping[str, Any] | None = None) -> Prompts | None:
-    """`load_prompts` in a thread, so that the actor is heard of meanwhile, and says what it waits for. None: it is to end."""
-    reading = asyncio.wrap_future(called(load_prompts, (spec, values)))
+async def read_apart(
+    context: Context, spec: DataSpec, values: Mapping[str, Any] | None = None, *, within_s: float | None = None
+) -> Prompts | None:
+    """`load_prompts` in a thread, so that the actor is heard of meanwhile, and says what it waits for. None: it is to end.
+    `within_s`: deadline of a data source of the user's for each row; RunEnds when it is late, since no thread can be ended."""
+    coming = Coming(context.clock.monotonic)
+    reading = asyncio.wrap_future(called(load_prompts, (spec, values, coming)))
     ends = asyncio.ensure_future(context.draining.wait())
+    if spec.data_source_path:
+        context.noting = lambda: f"{spec.data_source_path} gave {coming.text()}"
     try:
-        with context.waiting(f"the prompts of {spec.path} to be read"):
-            await asyncio.wait((reading, ends), return_when=asyncio.FIRST_COMPLETED)
+        with context.waiting(f"{READING}{spec.path} to be read"):
+            while not (reading.done() or ends.done()):
+                left_s = None if within_s is None else within_s - coming.late_s
+                if left_s is not None and left_s <= 0:
+                    late = f"--data-source-path {spec.data_source_path} gave no row within {within_s:g} s (--batch-hook-timeout-s)"
+                    raise RunEnds(f"{late} behind row {coming.given}. Look for a wait in it, or raise that.")
+                await asyncio.wait((reading, ends), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         return reading.result() if reading.done() else None
     finally:
+        context.noting = str
         ends.cancel()
 
 

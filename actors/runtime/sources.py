@@ -18,6 +18,40 @@ AT_ONCE = 256
 Rows = Callable[[str], Iterable[Any]]
 
 
+class Coming:
+    """Rows of a function of the user's, as another thread sees them come. `given`: how many; what takes its time is the function
+    only while it is asked for the next one."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._asked: float | None = None
+        self.given = 0
+
+    @property
+    def late_s(self) -> float:
+        """For how long the next row has been asked for."""
+        asked = self._asked
+        return 0.0 if asked is None else self._now() - asked
+
+    def text(self) -> str:
+        """How far it came."""
+        late_s = self.late_s
+        return f"{self.given} rows so far" + (f", none for {late_s:.0f} s" if late_s >= 1 else "")
+
+    def of(self, function: Rows) -> Rows:
+        """The same rows, looked at."""
+
+        def rows(path: str) -> Iterator[Any]:
+            self._asked = self._now()
+            for row in function(path):
+                self._asked, self.given = None, self.given + 1
+                yield row
+                self._asked = self._now()
+            self._asked = None
+
+        return rows
+
+
 def rows_function(path: str, keys: dict[str, str | None], values: Mapping[str, Any]) -> tuple[Rows, dict[str, str | None]]:
     """The function of the user's that gives rows, and the keys that lead into them. `values`: settings by name, for the `args` of a
     class of Miles'. Raises Refused."""

@@ -51,6 +51,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = -1
     lookahead: int = 0
     keeps_checkpoints: bool = True
+    batch_hook_timeout_s: float  # of a data source of the user's, for each row
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -351,6 +352,7 @@ def _digest(prompts: Iterable[Prompt]) -> str:
 
 async def run(context: Context, spec: SamplerSpec) -> None:
     """The sampler's process."""
-    found = await read_apart(context, spec.data, {**context.knobs.values, "num_rollout": spec.num_rollout})
+    values = {**context.knobs.values, "num_rollout": spec.num_rollout}
+    found = await read_apart(context, spec.data, values, within_s=spec.batch_hook_timeout_s)
     if found is not None:
         await Sampler(context, spec, found).run()

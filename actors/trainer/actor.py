@@ -111,6 +111,7 @@ class Trainer:
                 await self._turns.take(first=True)  # engines that are up already make room for the model
                 with self._context.waiting("model and optimizer to load"):
                     await self._in_thread(self._backend.setup, self._spec.backend)
+                    self._context.ranks = self._backend.others
                     await self._in_thread(lower_to, COMPUTE_NICE)
                 await self._intake.reader.open()
                 await self._courier.open()

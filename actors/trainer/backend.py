@@ -163,6 +163,8 @@ class TrainBackend(ABC):
 
     unchanged = ""
     """Directory that engines booted from, of a backend that never changes its weights; else empty."""
+    others = ""
+    """Process ids of the ranks but this one, by host, after `setup`; empty where there is one rank."""
 
     @abstractmethod
     def setup(self, config: BackendConfig) -> None:

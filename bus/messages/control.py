@@ -17,6 +17,8 @@ CREDITS = "credits: news of verdicts, policy or active"
 """What the sampler waits for while the staleness bound or the batch admits no more groups; as long as a step takes, or longer."""
 ENGINE_SLOTS = "engine slots: news of verdicts, policy or active"
 """What the sampler waits for while it may issue groups and no engine could begin one."""
+READING = "the prompts of "
+"""What a room's wait begins with while it reads prompts: nothing is issued meanwhile, and its note says how far it came."""
 
 STEP_BEGAN = "step_began"
 """Counter in a trainer's vitals while it trains: when the step began, by the clock of their `wall`."""
@@ -88,6 +90,7 @@ class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
     processes: str = ""  # of one name: they see each other's process ids
     takes: int = -1  # version that a worker fetches from other hosts now
     release: str = ""  # of miles_async; empty = it did not say
+    ranks: str | msgspec.UnsetType = msgspec.UNSET  # of a trainer with several: process ids of the others, by host
 
     def header(self) -> Header:
         return Header(id=self.actor, version=self.version, note=self.state)

@@ -9,7 +9,7 @@ import asyncio
 import os
 import secrets
 import ssl
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from redis.asyncio import Redis
@@ -88,16 +88,9 @@ def judge(info: dict[str, Any], *, url: str) -> ServerFacts:
             f"bus at {where} is {software} {dotted}: 6.2 or newer is needed for claiming abandoned entries. "
             f"Upgrade it, {_LEAVE_OUT}."
         )
-    role = str(info.get("role", "master"))
-    if role != "master":
-        raise BusRefused(f"bus at {where} is a {role}: it takes no writes. Point --bus-url at its primary.")
+    for why in unfit(str(info.get("role", "master")), str(info.get("maxmemory_policy", "noeviction"))).values():
+        raise BusRefused(f"bus at {where} {why}.")
     max_memory = int(info.get("maxmemory", 0))
-    policy = str(info.get("maxmemory_policy", "noeviction"))
-    if policy != "noeviction":
-        raise BusRefused(
-            f"bus at {where} has maxmemory-policy {policy}: it would evict unread entries. "
-            "Run CONFIG SET maxmemory-policy noeviction there and keep it in redis.conf."
-        )
     append_only = bool(int(info.get("aof_enabled", 0)))
     warnings: list[str] = []
     if not append_only:
@@ -115,6 +108,18 @@ def judge(info: dict[str, Any], *, url: str) -> ServerFacts:
         max_memory_bytes=max_memory,
         warnings=tuple(warnings),
     )
+
+
+def unfit(role: str, eviction: str) -> dict[Literal["role", "eviction"], str]:
+    """Why a server takes no entries or would lose some, each with its remedy: nothing begins there, and a run that is there already
+    is told (pure)."""
+    found: dict[Literal["role", "eviction"], str] = {}
+    if role not in ("master", "primary"):
+        found["role"] = f"is a {role}: it takes no writes. Point --bus-url at its primary"
+    if eviction != "noeviction":
+        remedy = "Run CONFIG SET maxmemory-policy noeviction there and keep it in redis.conf"
+        found["eviction"] = f"has maxmemory-policy {eviction}: it would evict unread entries. {remedy}"
+    return found
 
 
 async def _probe_writing(client: Redis, where: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from actors.runtime.snapshot import ActorFacts, Snapshot
     from bus import Bus
     from bus.inspect import StreamFacts
-    from miles_async.governor.govern import Standing
+    from miles_async.governor.standing import Standing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
     async def body(bus: "Bus", ref: RunRef) -> int:
         from actors.runtime.snapshot import read_snapshot
-        from miles_async.governor.govern import read_standing
+        from miles_async.governor.standing import read_standing
 
         if args.as_json:
             print_json(await document(bus))
@@ -40,7 +40,7 @@ async def document(bus: "Bus") -> dict[str, Any]:
     import msgspec
 
     from actors.runtime.snapshot import read_snapshot
-    from miles_async.governor.govern import read_standing
+    from miles_async.governor.standing import read_standing
 
     found = as_json(await read_snapshot(bus)) | {"governor": await read_standing(bus)}
     plain: dict[str, Any] = msgspec.to_builtins(found, enc_hook=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -13,10 +14,12 @@ from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.client import without_secrets
 from bus.errors import printable
 from bus.ledger import accounts_of
-from bus.messages.control import Vitals
+from bus.messages.control import READING, Vitals
 from miles_async.console.figures import RECENT, eta_s, throughput
 from miles_async.console.text import duration, human_count, knob_text, percent, plural, shorten
-from miles_async.settings.run import RunSettings
+
+if TYPE_CHECKING:  # `status` does without, which takes as long to load as all else here
+    from miles_async.settings.run import RunSettings
 
 FIRST_SAMPLES = 2  # shown in words at the start of a run; miles-async samples shows more
 STATE_STYLE = {"running": "green", "waiting": "", "starting": "cyan", "draining": "cyan", "stalled": "bold red",
@@ -46,7 +49,8 @@ def waits_text(actor: ActorFacts) -> str:
     if not vitals.waits_for:
         return vitals.note
     since = f" {duration(actor.waited_s)}" if actor.waited_s >= 1 else ""
-    return f"{vitals.waits_for}{since}"
+    so_far = f" ({vitals.note})" if vitals.note and vitals.waits_for.startswith(READING) else ""
+    return f"{vitals.waits_for}{since}{so_far}"
 
 
 def ledger_line(snapshot: Snapshot, unsaved_groups: int = 0) -> str:

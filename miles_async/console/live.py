@@ -19,6 +19,7 @@ from actors.recorder.feed import Feed
 from actors.runtime.snapshot import read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable, printable
+from bus.messages.control import READING
 from miles_async.console.lines import plain_line, state_text, waits_text
 from miles_async.console.text import duration
 from miles_async.console.top.page import Page
@@ -87,9 +88,11 @@ async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Call
     began = bus.clock.monotonic()
     while not await _stopped(stop, WAIT_SAID_S) and not feed.history.steps:
         try:
-            actors = [a for role in ("generation", "trainer") for a in (await read_snapshot(bus)).of_role(role)[:2]]
+            snapshot = await read_snapshot(bus)
         except BusUnreachable:
             continue  # `_follow` says so
+        actors = [a for a in snapshot.of_role("sampler") if a.vitals.waits_for.startswith(READING)]
+        actors += [a for role in ("generation", "trainer") for a in snapshot.of_role(role)[:2]]
         said = [f"{a.vitals.actor} {state_text(a)} {waits_text(a)}".rstrip() for a in actors]
         say(f"no step yet after {duration(bus.clock.monotonic() - began)}: {'; '.join(said) or 'no actor has spoken yet'}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,30 +17,31 @@ from actors.runtime.host import is_stopped
 from actors.runtime.snapshot import Snapshot, read_snapshot, readable
 from bus import Bus, Entry
 from bus.dead import prompt_of
-from bus.inspect import Head, newest_heads
+from bus.inspect import Head, newest_heads, noted_entries, wall_of
 from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
 from bus.messages.control import DeadLetter, Event
 from bus.messages.policy import StepDone
+from bus.streams.hop import id_key
 from bus.topology import DEAD, EVENTS, POLICY, VERDICTS
 from miles_async.console.places import Places, read_places
 from miles_async.console.server import ServerState, read_server
-from miles_async.governor.govern import Standing, read_standing
+from miles_async.governor.standing import Standing, read_standing
 
-NEWS_S, MOST_NEWS, MOST_DEAD = 600.0, 100, 50
-MOST_ACTIVATED = 8  # of many workers they would crowd out all others
-NEWS = frozenset(
-    {"restart", "engine stalled", "engine boot failed", "engine boot refused", "weights refused", "transport failed", "activated",
-     "checkpoint failed"}
-)  # fmt: skip
-"""Kinds of events that a rule looks at."""
+NEWS_S, MOST_DEAD = 600.0, 50
+KINDS = (
+    *("restart", "engine stalled", "engine boot failed", "engine boot refused", "weights refused", "transport failed"),
+    "checkpoint failed",
+)
+MOST = {**dict.fromkeys(KINDS, 100), "activated": 8}
+"""Kinds of events that a rule looks at, and how many of each at most: those of many workers would crowd out all others."""
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """`verdicts`: newest verdict heads, oldest first. `knobs`: live values, may be empty. `now`: the server's time.
     `uncommitted`: samples that were trained since the last checkpoint; they hold no credit but stay open until the next.
-    `first_step`: metrics of the run's first training step, empty where unknown. `news`: events of the kinds NEWS of the last
-    NEWS_S, of activations the newest few, oldest first, their `wall` the server's. `steps`: those that are still known, oldest
+    `first_step`: metrics of the run's first training step, empty where unknown. `news`: events of the last NEWS_S, of
+    each kind the newest few (MOST), oldest first, their `wall` the server's. `steps`: those that are still known, oldest
     first. `stopped`: silent actors of this host whose processes are stopped. `dead`: the newest, oldest first;
     `rows`: data set rows of those that name one."""
 
@@ -79,8 +81,10 @@ async def read_scene(
     snapshot, places, server, time = await asyncio.gather(
         read_snapshot(bus), read_places(bus), read_server(bus), bus.server_time()
     )
-    verdicts, dead, patches, (uncommitted, steps) = await asyncio.gather(
-        newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, MOST_DEAD), read_history(bus), (of_late or OfLate()).read(bus)
+    of_late = of_late or OfLate()
+    verdicts, dead, patches, (uncommitted, steps), news = await asyncio.gather(
+        *(newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, MOST_DEAD), read_history(bus)),
+        *(of_late.read(bus), of_late.news(bus, time)),
     )
     first: Mapping[str, float | None] = {}
     if run_dir is not None:
@@ -99,7 +103,7 @@ async def read_scene(
         lease_s=bus.config.lease_s,
         stream_max_bytes=bus.config.stream_max_bytes,
         first_step=first,
-        news=await _news(bus, time),
+        news=news,
         steps=steps,
         stopped=frozenset(a.vitals.actor for a in snapshot.actors if a.life == "late" and is_stopped(a.vitals)),
         rows=await _rows(bus) if dead else (),
@@ -115,13 +119,15 @@ def _recorded(run_dir: Path) -> tuple[Mapping[str, float | None], list[Step]]:
 
 
 class OfLate:
-    """Samples of the steps behind the newest checkpoint or restore, and the newest steps on the log, oldest first. Read again it
-    takes only what came since: a step's entry has all of its metrics."""
+    """Samples of the steps behind the newest checkpoint or restore, and the newest steps on the log (`read`); the newest events
+    (`news`). Oldest first; read again each takes only what came since: a step's entry has all of its metrics."""
 
     def __init__(self, most: int = 1000) -> None:
         self._most, self._restarts, self._at = most, -1, "0"
         self._samples: set[str] = set()
         self._history = History()
+        self._heard, self._heard_at = -1, "0"  # of events: `server_restarts`, and the entry looked at last
+        self._events: dict[str, deque[Event]] = {}
 
     async def read(self, bus: Bus) -> tuple[frozenset[str], list[Step]]:
         """What there is by now."""
@@ -150,18 +156,21 @@ class OfLate:
         for record in records_of(entry, message):
             self._history.fold(record)
 
-
-async def _news(bus: Bus, now: float) -> list[Event]:
-    heads = [h for h in await newest_heads(bus, EVENTS, 2000) if h.fields.get("note") in NEWS and now - h.wall < NEWS_S]
-    found: list[Event] = []
-    told = [h for h in heads if h.fields["note"] != "activated"][-MOST_NEWS:]
-    told += [h for h in heads if h.fields["note"] == "activated"][-MOST_ACTIVATED:]
-    for head in sorted(told, key=lambda h: h.wall):
-        entries = await bus.scan(EVENTS, start=head.id, count=1)
-        event = await readable(bus, entries[0]) if entries and entries[0].id == head.id else None
-        if isinstance(event, Event):
-            found.append(msgspec.structs.replace(event, wall=head.wall))
-    return found
+    async def news(self, bus: Bus, now: float) -> list[Event]:
+        """Events of the last NEWS_S before `now`, by the server's clock; further back than the log reaches only those that were
+        read before. A look takes 10 µs of the server for each entry that came since, most of them heartbeats, in short pages."""
+        since_s = now - NEWS_S
+        if self._heard != bus.link.server_restarts:
+            self._heard, self._heard_at = bus.link.server_restarts, "0"
+            self._events = {kind: deque(maxlen=most) for kind, most in MOST.items()}
+        begin = max(self._heard_at, f"{int(since_s * 1000)}-0", key=id_key)
+        entries, self._heard_at = await noted_entries(bus, EVENTS, MOST, after=begin)
+        for entry in entries:
+            event = await readable(bus, entry)
+            if isinstance(event, Event) and event.kind in self._events:
+                self._events[event.kind].append(msgspec.structs.replace(event, wall=wall_of(entry.id)))
+        told = [event for events in self._events.values() for event in events if event.wall > since_s]
+        return sorted(told, key=lambda event: event.wall)
 
 
 async def _rows(bus: Bus) -> list[str]:

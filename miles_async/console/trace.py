@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import msgspec
 
 from actors.recorder.file import FILE as METRICS
 from actors.recorder.trained import FILE as TRAINED_FILE
-from actors.recorder.trained import LIVES, lines_with, newest_with
+from actors.recorder.trained import LIVES, pages_with
 from actors.recorder.trained import OLDER as TRAINED_OLDER
 from bus.messages.groups import index_of
 from bus.messages.samples import Mark
@@ -121,7 +122,7 @@ def settled(run_dir: Path, sample_id: str, *, followed: bool) -> bool:
 def of_group(run_dir: Path, group: str) -> list[Record]:
     """Lines that name the group or one of its samples, and those that say what became of steps."""
     kinds = (b'"kind":"restored"', b'"kind":"checkpoint"')
-    return [line for line in lines_with(run_dir / METRICS, (group.encode(), *kinds)) if "wall" in line]
+    return [line for page in pages_with(run_dir / METRICS, (group.encode(), *kinds)) for line in page if "wall" in line]
 
 
 def lives_of(run_dir: Path, group: str, sample_id: str, known: list[Moment]) -> list[Record]:
@@ -129,10 +130,13 @@ def lives_of(run_dir: Path, group: str, sample_id: str, known: list[Moment]) -> 
     lives there as ends."""
     ends = sum(moment.what in ("trained", "lost step", "dropped") for moment in known)
     life = f'"sample":"{sample_id}' + ('"' if sample_id != group else "/")
+    enough = ends if ends and sample_id != group else math.inf
+    files = (run_dir / TRAINED_FILE, run_dir / TRAINED_OLDER)
     found: list[Record] = []
-    for name in (TRAINED_FILE, TRAINED_OLDER):
-        left = ends - len({line.get("entry") for line in found}) if ends and sample_id != group else math.inf
-        found[:0] = newest_with(run_dir / name, life.encode(), left) if left > 0 else []
+    for page in chain.from_iterable(pages_with(file, [life.encode()], newest_first=True) for file in files):
+        found[:0] = page
+        if len({line.get("entry") for line in found}) >= enough:
+            break
     return [line for line in found if "wall" in line]
 
 

@@ -18,7 +18,8 @@ import msgspec
 from actors.runtime.staleness import rule_of
 from miles_async.console.whatif.advice import GAIN, Choice, predict, share
 from miles_async.console.whatif.observed import Observed, observe
-from miles_async.governor.look import AUTHOR, Knob, Look, Reading, read
+from miles_async.governor.look import AUTHOR, Look, Reading, read
+from miles_async.governor.standing import Knob, Note
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.governor import GOVERNED
 from miles_async.settings.live import check_patch
@@ -39,14 +40,6 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     knob: str
     value: int
     reason: str
-
-
-class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator is told once. `kind`: hand, edge, unusable or refused."""
-
-    kind: str
-    about: str
-    text: str
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

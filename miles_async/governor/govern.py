@@ -14,51 +14,21 @@ import msgspec
 
 from actors.recorder.feed import Feed
 from bus import Bus, Commit, Out
-from bus.errors import UNREADABLE, BusFull, BusUnreachable, KnobRejected
+from bus.errors import BusFull, BusUnreachable, KnobRejected
 from bus.knobs import propose
 from bus.messages.control import Event
 from bus.topology import EVENTS
-from miles_async.console.text import plural
-from miles_async.governor.decide import Decision, Note, decide
-from miles_async.governor.look import AUTHOR, Knob, Look, look
+from miles_async.governor.decide import Decision, decide
+from miles_async.governor.look import AUTHOR, Look, look
+from miles_async.governor.standing import STATE_FIELD, Note, Standing, read_standing
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch
 
-STATE_FIELD = "governor"
 CATCH_UP = 100  # steps that are looked at again where the bus has forgotten how far this was
-
-
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What the governor stands at after its newest decision. `due`: the step that it was made after; `last`: its newest change in
-    words; `changes`, `taken_back`: so far; `notes`: what holds it up now."""
-
-    due: int
-    knobs: tuple[Knob, ...]
-    last: str = ""
-    changes: int = 0
-    taken_back: int = 0
-    notes: tuple[Note, ...] = ()
-
-    def text(self) -> str:
-        """One line: knobs with their envelopes, what was changed, what holds it up."""
-        knobs = ", ".join(
-            f"{k.name} {k.value} of {k.low}:{k.high}" + (f" (left to {k.hand})" if k.hand else "") for k in self.knobs
-        )
-        done = plural(self.changes, "change") + (f", {self.taken_back} taken back" if self.taken_back else "")
-        held = "".join(f"; {note.text}" for note in self.notes if note.kind == "edge")
-        return f"governor: {knobs}; {done}" + (f", the last {self.last}" if self.last else "") + held
 
 
 class Moved(Exception):
     """Somebody else changed a knob after the look."""
-
-
-async def read_standing(bus: Bus) -> Standing | None:
-    """None where no governor has decided anything."""
-    try:
-        return msgspec.json.decode(await bus.state(STATE_FIELD) or b"", type=Standing)
-    except UNREADABLE:
-        return None
 
 
 async def govern(bus: Bus, feed: Feed, stop: asyncio.Event) -> None:

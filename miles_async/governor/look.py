@@ -18,6 +18,7 @@ import msgspec
 
 from actors.recorder.history import History, Step
 from actors.recorder.points import STALE_REASONS
+from miles_async.governor.standing import Knob
 from miles_async.settings.governor import GOVERNED, envelope
 
 AUTHOR = "governor"
@@ -47,20 +48,6 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     ess: float | None
     lost: float | None
     unusable: tuple[str, ...]
-
-
-class Knob(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting that has an envelope. `hand`: who has set it since, so that it is left alone; else empty."""
-
-    name: str
-    value: int
-    low: int
-    high: int
-    envelope: str  # name of the setting
-    hand: str
-
-    def holds(self, value: int) -> bool:
-        return self.low <= value <= self.high
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ import ray
 from actors.runtime.child import PYTHON, Child, free_port, log_tail
 from bus.private import private_directory, write_secret
 from miles_async import __version__
+from miles_async.settings.checks import not_writable
 
 IDLE_S = 120.0
 LOOK_S = 10.0
@@ -37,8 +38,9 @@ class Host:
         self._busy_at = time.monotonic()
         self._group: Any = None  # where this is
 
-    async def hello(self, run_dir: str, proof: str) -> dict[str, Any]:
-        """Where this is. `proof`: what file `engine.token` in the run's folder holds, for `shared`: this node sees that folder."""
+    async def hello(self, run_dir: str, proof: str, folders: Sequence[str]) -> dict[str, Any]:
+        """Where this is. `proof`: what file `engine.token` in the run's folder holds, for `shared`: this node sees that folder.
+        `folders`: that are to be written here; `barred` says why some cannot be."""
         if self._group is None:
             self._group = ray.util.get_current_placement_group()
             self._look()
@@ -53,6 +55,7 @@ class Host:
             "gpus": context.get_accelerator_ids().get("GPU", []),
             "release": __version__,
             "shared": shared,
+            "barred": {folder: why for folder in folders if (why := not_writable(Path(folder)))},
         }
 
     def port(self) -> int:

@@ -24,6 +24,7 @@ from miles_async.launcher.ray_cluster import draining_nodes, free_resources, liv
 from miles_async.launcher.ray_host import Host
 from miles_async.launcher.ray_units import Unit, no_room
 from miles_async.launcher.supervisor import AGAIN_S, RunFailed
+from miles_async.settings.checks import folders_of
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 
@@ -165,7 +166,8 @@ class Seats:
                 handle = await self._make(group, at)
             group.waits.setdefault(at, asyncio.get_running_loop().time())
             try:
-                facts = await handle.hello.remote(self._place.run_dir, self._place.engine_token)
+                folders = list(folders_of(self._settings, group.unit.name).values())
+                facts = await handle.hello.remote(self._place.run_dir, self._place.engine_token, folders)
             except RayActorError as error:
                 if isinstance(error, ActorDiedError) and error.actor_init_failed:
                     raise RunFailed(f"{group.unit.name} cannot be placed: {_line(error)}", status=2) from None
@@ -222,6 +224,10 @@ class Seats:
                 "lost with it. Put --runs-dir on a file system that all nodes share.",
                 status=2,
             )
+        for name, folder in folders_of(self._settings, unit.name).items():
+            if why := facts["barred"].get(folder):
+                setting = f"{name} = {self._settings.flat.values[name]!r}"
+                raise RunFailed(f"node {facts['address']}, {setting}: {why}. Choose a folder that it may write.", status=2)
 
     def _remove(self, group: Group) -> None:
         """Give the unit's place back; what runs there ends."""

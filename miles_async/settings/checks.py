@@ -14,6 +14,8 @@ from miles_async.settings.second_models import check_second_models, reference_di
 
 GENERATION = "generation_config.json"
 CHECKPOINT_FILES = ("config.json", "tokenizer.json")
+WRITES = {"trainer": ("save", "save_hf", "save_debug_rollout_data", "save_debug_train_data"), "rooms": ("tensorboard_dir",)}
+"""Settings that name where rooms write beside the run's folder, by what a Ray cluster places together (launcher/ray_units.py)."""
 MEGATRON_FILES = (".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt")
 
 
@@ -53,18 +55,24 @@ def check_run_dir(settings: RunSettings) -> None:
     """Refuse a folder for the run that cannot be made, or another that it is to write. Nothing is made: a dry run asks too, and a
     start tries to write."""
     remedy = "Choose a shorter or another --runs-dir or --name, which this user may write."
-    if why := _not_writable(settings.run_dir):
+    if why := not_writable(settings.run_dir):
         raise SettingsError(why, field="runs_dir", value=settings.launch.runs_dir, remedy=remedy)
     if settings.launch.launcher == "ray":
-        return  # the rooms that write these may be on other hosts
-    of_ckpt = ("save", "save_hf", "save_debug_rollout_data", "save_debug_train_data")
-    for name in (*of_ckpt, "tensorboard_dir"):
-        text = getattr(settings.ckpt if name in of_ckpt else settings.trackers, name)
-        if text and (why := _not_writable(Path(text.partition("{")[0] + "x").parent if "{" in text else Path(text))):
-            raise SettingsError(why, field=name, value=text, remedy="Choose a folder that this user may write.")
+        return  # the nodes on which the rooms are placed are asked then
+    for unit in WRITES:
+        for name, folder in folders_of(settings, unit).items():
+            if why := not_writable(Path(folder)):
+                value = settings.flat.values[name]
+                raise SettingsError(why, field=name, value=value, remedy="Choose a folder that this user may write.")
 
 
-def _not_writable(folder: Path) -> str:
+def folders_of(settings: RunSettings, unit: str) -> dict[str, str]:
+    """Folders that a unit writes beside the run's, by the setting that names each."""
+    named = {name: str(settings.flat.values[name] or "") for name in WRITES.get(unit, ())}
+    return {n: str(Path(text.partition("{")[0] + "x").parent) if "{" in text else text for n, text in named.items() if text}
+
+
+def not_writable(folder: Path) -> str:
     """Why this folder cannot be made or written; empty = it can."""
     there = folder.absolute()
     try:

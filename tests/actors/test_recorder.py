@@ -12,7 +12,7 @@ from actors.recorder.file import FILE, MetricsBusy, MetricsFile, newest_entries,
 from actors.recorder.history import history_of
 from actors.recorder.records import records_of
 from actors.recorder.samples import read_samples
-from actors.recorder.trained import append_trained, last_trained, lines_with, newest_with
+from actors.recorder.trained import append_trained, last_trained, pages_with
 from actors.runtime.context import Context
 from actors.runtime.readable import TEXT_LIMIT, bounded
 from bus import Bus, Entry, Out
@@ -221,11 +221,14 @@ def test_lines_of_trained_samples_are_found_by_what_they_hold_and_a_cut_one_spoi
     def line(n):
         return {"kind": "trained", "entry": f"trained@{n}-0", "sample": f"g{n:07d}/0", "wall": float(n)}
 
-    assert last_trained(tmp_path) == [] and list(lines_with(tmp_path / trained.FILE, [b"g"])) == []
+    def found(file, asked, **how):
+        return [record for page in pages_with(tmp_path / file, asked, **how) for record in page]
+
+    assert last_trained(tmp_path) == [] and found(trained.FILE, [b"g"]) == []
     append_trained(tmp_path, map(line, range(5)))
     with (tmp_path / trained.FILE).open("ab") as file:
         file.write(b'{"kind":"trained","text":"\xff"}\n')  # no UTF-8
-    assert last_trained(tmp_path) == [line(4)] and [*lines_with(tmp_path / trained.FILE, [b"\xff"])] == []
+    assert last_trained(tmp_path) == [line(4)] and found(trained.FILE, [b"\xff"]) == []
     with (tmp_path / trained.FILE).open("ab") as file:
         file.write(b'{"kind":"trained","entry":"trained@5-0"}\n{"kind":"trained","sample":"g0000009/0","wa')  # a crash
     assert [one["entry"] for one in last_trained(tmp_path)] == ["trained@5-0"]
@@ -233,10 +236,10 @@ def test_lines_of_trained_samples_are_found_by_what_they_hold_and_a_cut_one_spoi
     asked = [b'"g0000003/0"', b'"g0000007/0"', b'"g0000009/0"', b"@7-0"]
     for block in (1, 50, 1 << 20):  # a line may reach over several blocks
         monkeypatch.setattr(trained, "BLOCK", block)
-        assert list(lines_with(tmp_path / trained.FILE, asked)) == [line(3), line(7)], block
-        for enough, found in ((1, [line(7)]), (2, [line(4), line(7)]), (9, [*map(line, range(5)), line(7)])):
-            got = newest_with(tmp_path / trained.FILE, b'","sample":"g000000', enough)
-            assert got[-len(found) :] == found and (block > 50 or len(got) == len(found)), (block, enough)
+        assert found(trained.FILE, asked) == [line(3), line(7)], block
+        pages = [page for page in pages_with(tmp_path / trained.FILE, [b'","sample":"g000000'], newest_first=True) if page]
+        assert [one for page in reversed(pages) for one in page] == [*map(line, range(5)), line(7)], block
+        assert (pages[0] == [line(7)]) == (block < 1 << 20), block  # no more is read than is asked for
     assert newest_entries(tmp_path / trained.FILE) == {"trained": "7-0"} and newest_entries(tmp_path / "none") == {}
     with (tmp_path / trained.FILE).open("ab") as file:
         file.write(b'{"kind":"drop","entry":"verdicts@9-1"}\n{"kind":"trained","entry":"trained@11-0"')  # a line that is not whole
@@ -244,5 +247,5 @@ def test_lines_of_trained_samples_are_found_by_what_they_hold_and_a_cut_one_spoi
     assert last_trained(tmp_path) == [line(7)]
     monkeypatch.setattr(trained, "MOST_BYTES", 100)
     append_trained(tmp_path, [line(8)])
-    assert [*lines_with(tmp_path / trained.OLDER, asked)] == [line(3), line(7)]
+    assert found(trained.OLDER, asked) == [line(3), line(7)]
     assert last_trained(tmp_path) == [line(8)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -148,6 +149,33 @@ async def test_while_prompts_are_read_the_sampler_is_heard_of_and_says_what_it_w
             await until(lambda: _says(context, f"the prompts of {data.path} to be read"))
 
 
+def three_and_no_more(path: str) -> Iterator[dict[str, str]]:
+    """A data source whose service does not answer any more."""
+    yield from ({"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(3))
+    threading.Event().wait(60)
+
+
+async def test_a_data_source_that_gives_no_further_row_ends_the_run_with_its_name(
+    redis_url: str, run_name: str, data: DataSpec
+) -> None:
+    """Meanwhile the room says how far it came. Rows that take long in all, and come, are waited for."""
+    own = msgspec.structs.replace(data, data_source_path=f"{__name__}.three_and_no_more")
+    caught: list[RunEnds] = []
+
+    async def body(context, spec) -> None:
+        with pytest.raises(RunEnds) as ends:
+            await run(context, spec)
+        caught.append(ends.value)
+
+    async with open_bus(redis_url, run_name) as bus:
+        async with running(bus, "sampler", body, spec(own, batch_hook_timeout_s=1.0)) as context:
+            await until(lambda: _says(context, f"the prompts of {data.path} to be read"))
+            await until(lambda: _notes(context, "3 rows so far"))
+            await until(lambda: _n_of(caught))
+    late = f"--data-source-path {__name__}.three_and_no_more gave no row within 1 s (--batch-hook-timeout-s) behind row 3."
+    assert str(caught[0]).startswith(late)
+
+
 async def test_given_up_prompts_start_again_once(redis_url: str, run_name: str, data: DataSpec) -> None:
     async with open_bus(redis_url, run_name) as bus:
         await activate(bus, 0)
@@ -245,6 +273,14 @@ async def _is_open(bus, group_id: str) -> bool:
 
 async def _says(context, what: str) -> bool:
     return context.vitals().waits_for == what
+
+
+async def _notes(context, what: str) -> bool:
+    return what in context.vitals().note
+
+
+async def _n_of(found: list[RunEnds]) -> int:
+    return len(found)
 
 
 async def _waits(context) -> bool:

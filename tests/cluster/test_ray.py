@@ -160,6 +160,18 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(ray_run: Make) 
 
 
 @pytest.mark.slow
+def test_a_folder_that_the_trainers_node_cannot_write_is_refused_before_anything_starts(ray_run: Make, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    run = ray_run(merged(SMALL, {"ckpt": {"dump_details": f"{tmp_path}/taken/dump"}}), head_cpus=4)
+    run.start()
+    assert run.join(seconds=120) == 2
+    said = run.output().splitlines()[-1]
+    assert "launcher = 'ray': node " in said and f", save_debug_train_data = '{tmp_path}/taken/dump/" in said, said
+    assert f": {tmp_path}/taken is a file, not a folder. Choose a folder" in said, said
+    assert not run.processes()
+
+
+@pytest.mark.slow
 def test_a_run_that_is_submitted_as_a_job_ends_with_its_steps(ray_run: Make) -> None:
     pytest.importorskip("aiohttp_cors", reason="ray without [default] has no dashboard, which takes jobs")
     run = ray_run(merged(SMALL, {"rollout": {"num_rollout": 4}}), head_cpus=5, jobs=True)

@@ -10,6 +10,7 @@ from typing import get_args
 
 from bus.messages.samples import LostReason
 from miles_async.cli.app import COMMANDS
+from miles_async.console.doctor.finding import Rule
 from miles_async.console.text import MEANING
 from tests.floors.tree import ROOT, each, parse
 
@@ -97,3 +98,16 @@ def test_every_reason_for_a_lost_sample_is_in_the_glossary() -> None:
 def test_every_command_has_its_section() -> None:
     heads = re.findall(r"^## miles-async (\w+)", text_of(Path("docs/command-line.md")), re.MULTILINE)
     assert sorted(heads) == sorted(command.name for command in COMMANDS)
+
+
+def test_events_that_the_pages_name_are_told_somewhere() -> None:
+    files = (file for folder in ("actors", "miles_async") for file in (ROOT / folder).rglob("*.py"))
+    sources = "".join(file.read_text() for file in files)
+    pages = "".join(text_of(Path("docs") / name) for name in ("troubleshooting.md", "from-miles.md"))
+    named = {kind.partition("/")[0] for kind in re.findall(r"events? `([^`]+)`", pages)}
+    assert named and [kind for kind in sorted(named) if not re.search(rf'f?"{kind}["/]', sources)] == []
+
+
+def test_the_diagnosis_page_has_every_rule_and_no_other() -> None:
+    told = re.findall(r"^\| `([^`]+)` \| (?:error|warning|info)", text_of(Path("docs/troubleshooting.md")), re.M)
+    assert sorted(told) == sorted(get_args(Rule))

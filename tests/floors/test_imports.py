@@ -205,8 +205,13 @@ def imported_with_hidden(statement: str, *hidden: str) -> subprocess.CompletedPr
             "import bus, miles_async.cli.app, miles_async.cli.trace, miles_async.console.trace, miles_async.console.show",
             ("torch", "numpy", "redis", "hiredis", "asyncio", "rich", "aiohttp", "miles_async.settings.rules"),
         ),
+        (  # what is asked of a living one waits for redis alone
+            "import miles_async.cli.app, miles_async.cli.status, miles_async.console.attach, miles_async.console.lines, "
+            "miles_async.governor.standing, actors.runtime.snapshot, miles_async.console.trace_live",
+            ("torch", "numpy", "aiohttp", "miles_async.settings.run", "miles_async.settings.rules"),
+        ),
     ],
-    ids=["bus", "settings", "trace"],
+    ids=["bus", "settings", "trace", "status"],
 )
 def test_a_floor_stands_alone(statement: str, hidden: tuple[str, ...]) -> None:
     done = imported_with_hidden(statement, *hidden)

@@ -28,8 +28,9 @@ from bus.topology import EVENTS, KNOBS, POLICY
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.scene import read_scene
 from miles_async.governor.decide import REST, Decision, decide
-from miles_async.governor.govern import act, govern, read_standing
+from miles_async.governor.govern import act, govern
 from miles_async.governor.look import AUTHOR, Look, look
+from miles_async.governor.standing import read_standing
 from miles_async.launcher.prepare import live_kinds
 from miles_async.settings.live import check_patch
 from tests.actors.house import messages, until

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -325,6 +326,12 @@ def test_a_checkpoint_is_complete_when_every_rank_has_written_its_part(
     assert own.weights_hash() != before
     own.load(tmp_path / "c")
     assert own.weights_hash() == before
+
+
+def test_rank_0_knows_the_processes_of_the_others(pair: TorchBackend, make_config: Config) -> None:
+    pair.setup(make_config())
+    [follower] = [child for child in psutil.Process().children() if "actors.trainer.follower" in child.cmdline()]
+    assert pair.others == f"{follower.pid} on {socket.gethostname()}"
 
 
 @pytest.mark.parametrize("library", ["tests.trainer.own_core.Nothing", "nowhere.Core"])

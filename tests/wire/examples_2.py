@@ -129,6 +129,7 @@ EXAMPLES: tuple[Message, ...] = (
         processes="8c070432-f0",
         takes=8,
         release="0.1.0",
+        ranks="4243 4244 on h, 91 on h2",
     ),
     _more(
         Activate,

@@ -78,6 +78,7 @@ class RankedBackend(TrainBackend):
         if not self._ranks.connected:
             self._ranks = Ranks.from_environment()
             self._ranks.connect()
+        self.others = self._ranks.others
         self._tell(Setup(self._library, config))
         if self._core is not None:
             self._core.close()

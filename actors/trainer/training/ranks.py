@@ -38,6 +38,7 @@ class Ranks:
         self.size = size
         self._commands: dist.ProcessGroup | None = None
         self._files: dist.ProcessGroup | None = None
+        self.others = ""  # process ids of the other ranks, by host, once connected
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -75,6 +76,12 @@ class Ranks:
             ) from error
         self._commands = dist.new_group(backend="gloo", timeout=COMMAND_DEADLINE)
         self._files = dist.new_group(backend="gloo", timeout=FILES_DEADLINE)
+        seats = [seat.decode().split() for seat in self.gather_written(f"{gethostname()} {os.getpid()}".encode())]
+        by_host: dict[str, list[str]] = {}
+        for rank, (host, pid) in enumerate(seats):
+            if rank != self.rank:
+                by_host.setdefault(host, []).append(pid)
+        self.others = ", ".join(f"{' '.join(pids)} on {host}" for host, pids in by_host.items())
 
     def close(self) -> None:
         """Part from the other ranks; harmless twice."""

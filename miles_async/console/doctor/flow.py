@@ -126,11 +126,12 @@ def endless_step(scene: Scene) -> Iterator[Finding]:
     since = trainer.wall - began
     if since <= (max(STEP_S, STEP_TIMES * worked) if worked else FIRST_STEP_S):
         return
+    others = f" (of the other ranks: {shorten(trainer.ranks, 200)})" if trainer.ranks else ""
     usual = f"; none of the last ones took more than {duration(worked)}" if worked else ""
     text = (
         f"the trainer has been in one step for {duration(since)}{usual}: a function of yours in the loss may not return, or a rank "
-        f"waits for another. py-spy dump -p {trainer.pid} on {trainer.host} shows where; kill -9 {trainer.pid} starts it again "
-        "from its checkpoint"
+        f"waits for another. py-spy dump -p {trainer.pid} on {trainer.host} shows where{others}; kill -9 {trainer.pid} starts it "
+        "again from its checkpoint"
     )
     yield Finding("error", "endless step", trainer.actor, text, since)
 

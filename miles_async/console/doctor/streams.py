@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bus.server.checks import unfit
 from bus.topology import BY_NAME
 from miles_async.console.doctor.finding import BRIEF_S, Finding, Level
 from miles_async.console.explain import incomplete_text
@@ -16,14 +17,8 @@ STRAGGLER_S = 120.0  # a group kept incomplete for so long is worth a warning
 def unfit_server(scene: Scene) -> Iterator[Finding]:
     """Memory, persistence and role of the Redis."""
     s = scene.server
-    if s.eviction != "noeviction":
-        yield Finding(
-            "error", "eviction", "redis", f"Redis evicts unread entries ({s.eviction}): set maxmemory-policy noeviction"
-        )
-    if s.role not in ("master", "primary"):
-        yield Finding(
-            "error", "role", "redis", f"Redis is a {s.role} and takes no writes: point --bus-url at its primary"
-        )
+    for rule, why in unfit(s.role, s.eviction).items():
+        yield Finding("error", rule, "redis", f"Redis {why}")
     if s.aof not in ("", "ok"):
         yield Finding(
             "error", "append-only file", "redis", f"Redis cannot write its append-only file ({s.aof}): free its disk"

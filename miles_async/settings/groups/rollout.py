@@ -246,8 +246,8 @@ shows the next one where it says <image>."""),
     batch_hook_timeout_s: Annotated[
         float,
         doc(
-            "Longest run of a function that sees several samples (a batch, a group to be judged, a buffer to be put in order); "
-            "then the run ends.",
+            "Longest run of a function that sees several samples (a batch, a group to be judged, a buffer to be put in order), and "
+            "longest wait for the next row of a data source; then the run ends.",
             unit="seconds",
             gt=0,
             ours=True,
