@@ -59,6 +59,7 @@ async def everything_on(url: str) -> bytes:
 
 
 @pytest.mark.takes(30)
+@pytest.mark.timeout(400)  # its processes begin cold, beside the whole matrix
 async def test_the_password_of_a_runs_redis_is_nowhere_and_its_files_are_its_owners(
     run_of: Callable[..., Run], private_redis: EmbeddedRedis, monkeypatch
 ) -> None:
