@@ -13,9 +13,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -30,9 +32,10 @@ from bus.private import is_private, private_directory
 from bus.server.binary import ServerBinary, find_server
 
 SOCKET_PATH_MAX_BYTES = 107  # sockaddr_un.sun_path, less its closing zero
-START_DEADLINE_S = 120.0  # replaying a large append-only file takes seconds per GB
+START_DEADLINE_S = 120.0  # in which a server answers, or reads more of its append-only file
 STOP_DEADLINE_S = 20.0
 _ASK_DEADLINE_S = 2.0
+_LOADING_DEADLINE_S = 20.0  # a server that reads its file answers between two parts of it
 _PAUSE_S = 0.01
 
 
@@ -88,19 +91,19 @@ class EmbeddedRedis:
     def start(self, *, deadline_s: float = START_DEADLINE_S) -> None:
         """Adopts the server that owns the directory or starts one, and returns when it answers.
 
-        Raises BusRefused if the server exits, BusUnreachable if it does not answer within `deadline_s`; the message
-        ends with the last line of its log.
+        Raises BusRefused if the server exits, BusUnreachable if for `deadline_s` it neither answers nor reads more of its
+        append-only file, which takes its time on a busy machine; the message ends with the last line of its log.
         """
         if self.is_alive():
             return
         private_directory(self.directory)
         private_directory(self.home)
-        end = self._clock.monotonic() + deadline_s
+        late = self._late(deadline_s)
         while True:
             lock = self._take_lock()
             if lock is not None:
                 try:
-                    self._spawn(lock, end)
+                    self._spawn(lock, late)
                 finally:
                     os.close(lock)  # the child keeps its own copy, and with it the lock
                 return
@@ -108,7 +111,7 @@ class EmbeddedRedis:
             if owner is not None:
                 self._pid = owner
                 return
-            if self._clock.monotonic() > end:
+            if late():
                 raise BusUnreachable(
                     f"a server owns {self.directory} but did not answer on its socket within {deadline_s:g} s "
                     f"({self._last_log_line()}). Wait for it or end it, then start again."
@@ -174,7 +177,21 @@ class EmbeddedRedis:
         os.close(lock)
         return False
 
-    def _spawn(self, lock: int, end: float) -> None:
+    def _late(self, deadline_s: float) -> Callable[[], bool]:
+        """Whether `deadline_s` have gone by since now, or since a deadline at which it had read more than at the one before."""
+        end, read = self._clock.monotonic() + deadline_s, -1
+
+        def late() -> bool:
+            nonlocal end, read
+            if self._clock.monotonic() <= end:
+                return False
+            before, read = read, self._bytes_read()
+            end = self._clock.monotonic() + deadline_s
+            return read <= before
+
+        return late
+
+    def _spawn(self, lock: int, late: Callable[[], bool]) -> None:
         binary = self._binary or find_server()
         socket = self._choose_socket()
         config = self.home / "redis.conf"
@@ -200,7 +217,7 @@ class EmbeddedRedis:
                     f"{binary.path} exited with {code} in {self.directory}: {self._last_log_line()}. "
                     f"Read {self.log_path}."
                 )
-            if self._clock.monotonic() > end:
+            if late():
                 self._child.kill()
                 self._child.wait(STOP_DEADLINE_S)
                 self._forget()
@@ -252,27 +269,43 @@ class EmbeddedRedis:
 
     def _ask_owner(self) -> int | None:
         """Process id of the server on the socket, if it answers and works in this directory."""
+        client = self._client(_ASK_DEADLINE_S)
+        if client is None:
+            return None
+        with closing(client):
+            try:
+                client.ping()
+                works_in = str(client.config_get("dir")["dir"])
+                pid = int(client.info("server")["process_id"])
+            except (RedisError, OSError):
+                return None  # not there yet, still loading, or not ours
+        return pid if os.path.realpath(works_in) == os.path.realpath(self.home) else None
+
+    def _bytes_read(self) -> int:
+        """Of its append-only file, by a server that starts; more than any file has once it is through, -1 if it does not answer."""
+        client = self._client(_LOADING_DEADLINE_S)
+        if client is None:
+            return -1
+        with closing(client):
+            try:
+                found = client.info("persistence")
+                return int(found["loading_loaded_bytes"]) if found["loading"] else sys.maxsize
+            except (RedisError, OSError, KeyError):
+                return -1
+
+    def _client(self, deadline_s: float) -> redis.Redis | None:
         link = self.directory / "redis.sock"
         if not _fits(link) and not link.is_symlink():
             return None
-        client = redis.Redis(
+        return redis.Redis(
             unix_socket_path=str(self.socket_path),
             protocol=2,
-            socket_timeout=_ASK_DEADLINE_S,
-            socket_connect_timeout=_ASK_DEADLINE_S,
+            socket_timeout=deadline_s,
+            socket_connect_timeout=deadline_s,
             retry=Retry(NoBackoff(), 0),
             encoding_errors="surrogateescape",
             decode_responses=True,
         )
-        try:
-            client.ping()
-            works_in = str(client.config_get("dir")["dir"])
-            pid = int(client.info("server")["process_id"])
-        except (RedisError, OSError):
-            return None  # not there yet, still loading, or not ours
-        finally:
-            client.close()
-        return pid if os.path.realpath(works_in) == os.path.realpath(self.home) else None
 
     def _signal(self, number: signal.Signals, *, confirmed: bool = False) -> bool:
         """Signals the server if it is certain which process that is: our unreaped child, or what the socket names.

@@ -12,9 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import redis
 
 from bus.client import connect
-from bus.errors import BusRefused
+from bus.errors import BusRefused, BusUnreachable
 from bus.server import EmbeddedRedis, find_server
 from bus.server.binary import ServerBinary, packaged_binary, parse_version, probe
 from bus.server.checks import check_server
@@ -236,6 +237,29 @@ def test_a_server_that_exits_is_reported_in_one_line_with_its_last_words(short_d
         server.start()
     assert "\n" not in str(refusal.value)
     assert not server.is_alive()
+
+
+def test_a_server_may_read_a_long_file_for_as_long_as_it_gets_on(short_dir):
+    """Ten commands a second, three deadlines long; one that does nothing is given up."""
+    first = EmbeddedRedis(short_dir)
+    first.start()
+    with redis.Redis(unix_socket_path=str(first.socket_path)) as client:
+        for number in range(40):
+            client.set(f"key{number}", "x" * 1000)
+    first.stop()
+    slow = short_dir / "slow"
+    flags = "--key-load-delay 100000 --loading-process-events-interval-bytes 1024"
+    slow.write_text(f'#!/bin/sh\nexec {find_server().path} "$1" {flags}\n')
+    slow.chmod(0o755)
+    second = EmbeddedRedis(short_dir, binary=ServerBinary(slow, find_server().version))
+    second.start(deadline_s=1.3)
+    with redis.Redis(unix_socket_path=str(second.socket_path)) as client:
+        assert client.dbsize() == 40
+    second.stop()
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(BusUnreachable, match="did not answer in time"):
+        second.start(deadline_s=0.5)
+    assert not second.is_alive()
 
 
 def test_a_directory_that_cannot_be_made_is_refused(short_dir):
