@@ -82,6 +82,7 @@ async def test_the_documentations_code_runs_in_a_running_loop(
     assert len(BLOCKS) == 6
 
 
+@pytest.mark.timeout(300)  # a run begins cold and is drained
 def test_what_the_launcher_refuses_is_raised_and_an_interrupt_reaches_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

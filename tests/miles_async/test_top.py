@@ -75,7 +75,8 @@ async def top(url: str, run: str, folder: Path, size: tuple[int, int], *, alive:
     worst = {**kept, "sample": "g1/0", "reward": 0.0, "response": HOSTILE, "turns": turns}
     samples.append(folder, [{**kept, "sample": "g1/1", "reward": 1.0, "response": "4"}, worst])
     stop = asyncio.Event()
-    async with Bus(replace(config(url, run), deadline_s=5.0 if alive else 1.0)) as bus:
+    # Nobody renews what the story's actors hold: with a lease that ends, a slow test would see them abandon it.
+    async with Bus(replace(config(url, run), deadline_s=5.0 if alive else 1.0, lease_s=600.0)) as bus:
         story = Story(bus)
         await story.whole()
         feed = Feed(bus)
