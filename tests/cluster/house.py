@@ -29,6 +29,13 @@ class NoServer:
     def stop(self) -> None: ...
 
 
+def with_jobs(dashboard: int) -> dict[str, Any]:
+    """What makes a head take jobs at this port. Its agent has a port of its own too: without one two clusters of this machine would
+    both want 52365, and the later one would answer every job with an error."""
+    ports = {"dashboard_port": dashboard, "dashboard_agent_listen_port": free_port()}
+    return {"include_dashboard": True, "dashboard_host": "127.0.0.1", **ports}
+
+
 class RayRun(Run):
     """A run whose launcher is on the cluster's head, which holds no more than `head_cpus` of it. `jobs`: the head takes some."""
 
@@ -37,7 +44,7 @@ class RayRun(Run):
     ) -> None:
         head = {"num_cpus": head_cpus, "include_dashboard": jobs, "_system_config": SOON if soon else {}}
         self.dashboard = free_port() if jobs else 0
-        head |= {"dashboard_port": self.dashboard, "dashboard_host": "127.0.0.1"} if jobs else {}
+        head |= with_jobs(self.dashboard) if jobs else {}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[Any] = []
         port = free_port()

@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 from actors.runtime.child import free_port
 from miles_async.launcher.ray_cluster import check_head
 from miles_async.settings.errors import SettingsError
-from tests.cluster.house import RayRun
+from tests.cluster.house import RayRun, with_jobs
 from tests.crash.house import REPO, Tables, merged, until
 from tests.crash.judge import judge
 
@@ -186,7 +186,7 @@ def test_a_run_that_is_submitted_as_a_job_ends_with_its_steps(ray_run: Make) -> 
 @pytest.mark.slow
 def test_a_jobs_output_is_shown_and_a_dashboard_that_dies_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp_cors", reason="ray without [default] has no dashboard, which takes jobs")
-    head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": free_port(), "dashboard_host": "127.0.0.1"}
+    head = {"num_cpus": 1, **with_jobs(free_port())}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         words = [sys.executable, "-m", "miles_async", "ray", "submit", "nosuch.toml"]
@@ -251,7 +251,8 @@ def test_a_cluster_that_wants_another_token_says_so_in_one_line_to_a_run_and_to_
     pytest.importorskip("aiohttp_cors", reason="ray without [default] has no dashboard, which takes jobs")
     head, dashboard, auth = free_port(), free_port(), {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(head), "--num-cpus", "4"]
-    start += ["--dashboard-port", str(dashboard), "--min-worker-port", "0", "--max-worker-port", "0"]
+    start += ["--dashboard-agent-listen-port", str(free_port()), "--dashboard-port", str(dashboard)]
+    start += ["--min-worker-port", "0", "--max-worker-port", "0"]
     start += ["--disable-usage-stats", "--temp-dir"]
     commands = (
         ["-m", "miles_async", "ray", "submit", "run.toml", "--ray-address", f"http://127.0.0.1:{dashboard}"],
