@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from actors.recorder.file import BLOCK, append_lines, records_in
 
@@ -42,39 +42,34 @@ def pages_with(file: Path, needles: Iterable[bytes], *, newest_first: bool = Fal
     """Records of the lines that hold any of these bytes, each once, page by page, a page in order; nothing else is parsed, and no
     page is read that is not asked for."""
     needles = tuple(needles)
-    for block in _blocks_back(file) if newest_first else _blocks(file):
-        starts = {block.rfind(b"\n", 0, at) + 1 for needle in needles for at in _places(block, needle)}
-        yield list(records_in(block[start : block.find(b"\n", start)] for start in sorted(starts)))
+    try:
+        opened = file.open("rb")
+    except FileNotFoundError:
+        return
+    with opened:
+        for block in _blocks_back(opened) if newest_first else _blocks(opened):
+            starts = {block.rfind(b"\n", 0, at) + 1 for needle in needles for at in _places(block, needle)}
+            yield list(records_in(block[start : block.find(b"\n", start)] for start in sorted(starts)))
 
 
-def _blocks(file: Path) -> Iterator[bytes]:
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
     """A file in whole lines; sought in memory that was just read, which is quicker than in a mapped file."""
-    try:
-        opened = file.open("rb")
-    except FileNotFoundError:
-        return
-    with opened:
-        while block := opened.read(BLOCK):
-            yield block + opened.readline()
+    while block := file.read(BLOCK):
+        yield block + file.readline()
 
 
-def _blocks_back(file: Path) -> Iterator[bytes]:
+def _blocks_back(file: BinaryIO) -> Iterator[bytes]:
     """The same from the end of the file."""
-    try:
-        opened = file.open("rb")
-    except FileNotFoundError:
-        return
-    with opened:
-        end, size = opened.seek(0, 2), BLOCK
-        while end > 0:
-            begin = opened.seek(max(0, end - size))
-            block = opened.read(end - begin)
-            cut = block.find(b"\n") + 1 if begin else 0
-            if begin and not 0 < cut < len(block):  # a line that is longer
-                size *= 2
-                continue
-            yield block[cut:]
-            end, size = begin + cut, BLOCK
+    end, size = file.seek(0, 2), BLOCK
+    while end > 0:
+        begin = file.seek(max(0, end - size))
+        block = file.read(end - begin)
+        cut = block.find(b"\n") + 1 if begin else 0
+        if begin and not 0 < cut < len(block):  # a line that is longer
+            size *= 2
+            continue
+        yield block[cut:]
+        end, size = begin + cut, BLOCK
 
 
 def _places(block: bytes, needle: bytes) -> Iterator[int]:
