@@ -230,8 +230,7 @@ class EngineLink:
         started = self._context.clock.monotonic()
         await self.engine.set_version(str(order.version.id))
         self.pause_s = 0.0
-        if isinstance(self.engine, RoutedEngine):
-            await self.engine.join()
+        await self.join_route()
         await self._activated(order, self._context.clock.monotonic() - started, Compared(0), "kept")
 
     async def _activate(self, order: Activate, given_up: Callable[[], bool]) -> None:
@@ -277,8 +276,7 @@ class EngineLink:
                     self.released = ()
                 await engine.resume()
                 resumed = self._context.clock.monotonic()
-                if isinstance(engine, RoutedEngine):
-                    await engine.join()
+                await self.join_route()
         except DeadlineExceeded as error:
             raise EngineUnavailable(str(error)) from error
         self.pause_s = resumed - paused
@@ -358,9 +356,15 @@ class EngineLink:
             self._supply.know(order)
 
     async def leave_route(self) -> None:
-        """Behind its peers: their requests would meet an older version here. The next activation joins again."""
+        """Behind its peers, whose requests would meet an older version here, or aside for the trainer. The next activation joins
+        again."""
         if isinstance(self.engine, RoutedEngine):
             await self.engine.leave()
+
+    async def join_route(self) -> None:
+        """Of an engine that serves: a router that finds it at rest holds it for dead, and takes its time to see it again."""
+        if isinstance(self.engine, RoutedEngine):
+            await self.engine.join()
 
     async def check(self) -> None:
         """Notice a server that died while nobody asked it, and a router that forgot us. Called now and then."""

@@ -43,10 +43,11 @@ _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, 
 
 
 class SGLangServer:
-    """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees). `compiling_s`: how long
-    the first sampled tokens may take before that is told. `token`: what it asks of its callers; a configuration file of the
-    user's own (`config` among the flags) says that itself. `alone`: other hosts have no part of it; where they have, no second
-    start is made from here: all parts start anew together, with this worker."""
+    """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees). `maps`: GPUs that it
+    must see beside them, since it maps weights that lie there. `compiling_s`: how long the first sampled tokens may take before
+    that is told. `token`: what it asks of its callers; a configuration file of the user's own (`config` among the flags) says
+    that itself. `alone`: other hosts have no part of it; where they have, no second start is made from here: all parts start
+    anew together, with this worker."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class SGLangServer:
         gpus: Sequence[int],
         boot_deadline_s: float,
         report: Report,
+        maps: Sequence[int] = (),
         compiling_s: float = COMPILING_S,
         token: str = "",
         alone: bool = True,
@@ -70,6 +72,7 @@ class SGLangServer:
         self._given = given
         self._command = list(command)
         self._gpus = list(gpus)
+        self._seen_too = [gpu for gpu in maps if gpu not in gpus]
         self._boot_deadline_s = boot_deadline_s
         self._report = report
         self._compiling_s = compiling_s
@@ -203,13 +206,13 @@ class SGLangServer:
                     await response.read()
 
     def _visible(self) -> dict[str, str]:
-        """GPU ids are positions in what this process may see."""
+        """GPU ids are positions in what this process may see. Its own come first: an engine takes as many as it has ranks."""
         if not self._gpus:
             return {}
         allowed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         seen = allowed or [str(i) for i in range(len(list(DEVICES.glob("nvidia[0-9]*"))))]
         try:
-            return {"CUDA_VISIBLE_DEVICES": ",".join(seen[gpu] if seen else str(gpu) for gpu in self._gpus)}
+            return {"CUDA_VISIBLE_DEVICES": ",".join(seen[gpu] if seen else str(gpu) for gpu in (*self._gpus, *self._seen_too))}
         except IndexError:
             there = f"CUDA_VISIBLE_DEVICES={','.join(allowed)}" if allowed else f"this host has {len(seen)}"
             raise BootRefused(

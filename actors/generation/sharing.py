@@ -138,6 +138,7 @@ class Sharing:
             link.enter(State.ASIDE)
             try:
                 async with deadline(self._deadline_s, "release of the engine's memory"):
+                    await link.leave_route()
                     await engine.end_running(LAST_STEP_S)
                     await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
                     while not await self._given(engine, missing):
@@ -167,6 +168,8 @@ class Sharing:
             async with deadline(link.control_deadline_s, "return of the engine's memory"):
                 await engine.resume_memory(link.released)
                 await engine.resume()
+                if link.serving is not None:
+                    await link.join_route()
         except (EngineUnavailable, RequestRefused, DeadlineExceeded) as error:
             await link.fail(error)
             return

@@ -72,6 +72,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int = 0
     gpus: tuple[int, ...] = ()
     """GPUs of this worker's SGLang server, as this host counts them; empty = all visible ones."""
+    maps: tuple[int, ...] = ()
+    """GPUs of the same count whose memory that server maps: the trainer's that exports weights (ipc)."""
     tp_size: int = 1
     nodes: int = 1
     """Hosts of the SGLang server. We start the first part of it, the launcher the others (node.py)."""
@@ -170,6 +172,7 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
         given=frozenset(map(flag_name, spec.server_args)),
         command=spec.server_command or default_command(),
         gpus=spec.gpus,
+        maps=spec.maps,
         boot_deadline_s=spec.boot_deadline_s,
         report=report,
         token=spec.token,

@@ -22,6 +22,8 @@ REPEATABLE: dict[str, ArgValue] = {"enable-deterministic-inference": True}
 """What deterministic_mode asks of engines."""
 EXACT: dict[str, ArgValue] = {**REPEATABLE, "attention-backend": "fa3"}
 """What true_on_policy_mode asks of engines."""
+EXPORTS = (0,)
+"""GPUs whose memory holds the buckets of ipc: that of the trainer's first rank."""
 AUTO_MAX_RUNNING = 512
 """Requests that our engines run at once where neither a number nor a ceiling is set: SGLang's largest CUDA graph on 80 GB."""
 
@@ -50,6 +52,7 @@ def generation_spec(
         token=str(s.server_args.get("api-key") or place.engine_token),
         weights_token=place.weights_token,
         gpus=tuple(gpus),
+        maps=EXPORTS if gpus and s.update_weight_transport == "ipc" else (),
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
         server_args=(engine_args(settings.flat) if shares else {})

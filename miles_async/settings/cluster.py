@@ -13,6 +13,11 @@ def ray_places_what_it_can(s: Flat) -> None:
         raise refusal(
             "use_router", True, "our router sees the engines of one host (launcher = ray)", "Leave it out: workers share the load."
         )
+    if s.update_weight_transport == "ipc" and s.engine == "sglang" and not s.colocate:
+        raise refusal(
+            "update_weight_transport", "ipc", "Ray hides the trainer's GPU, whose memory ipc maps, from engines (launcher = ray)",
+            "Set it to nccl or disk.",
+        )  # fmt: skip
     if s.train_master is not None:
         raise refusal("train_master", s.train_master, "launcher = ray starts all processes of the trainer", "Leave it out.")
     if s.colocate and (s.actor_num_nodes > 1 or s.max_workers is not None):

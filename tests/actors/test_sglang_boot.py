@@ -246,6 +246,16 @@ async def test_a_server_that_starts_leaves_its_whole_contract(
     assert not server.alive
 
 
+@pytest.mark.parametrize(("maps", "seen"), [((0,), "5,6,4"), ((2,), "5,6")], ids=["another", "its own"])
+async def test_a_server_sees_the_gpu_whose_memory_it_maps(
+    boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maps: tuple[int, ...], seen: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    async with boot(gpus=(1, 2), maps=maps) as (server, _):
+        await server.start()
+        assert attempts(tmp_path)[0]["visible_gpus"] == seen, "its own first"
+
+
 async def test_its_key_comes_by_a_file_and_stands_in_no_record(boot: Boot, tmp_path: Path) -> None:
     async with boot(token="hush-hush") as (server, _):
         url = await server.start()

@@ -20,12 +20,14 @@ from actors.router.launch import DEFAULTS
 from actors.runtime.child import Child, command_line, free_port
 from actors.runtime.context import Context
 from actors.runtime.run import Refused
-from bus import Bus
+from bus import Bus, Out
 from bus.messages.control import Event
-from bus.topology import EVENTS
-from tests.actors.house import messages, open_bus, running
+from bus.topology import ACTIVE, EVENTS
+from tests.actors.house import messages, open_bus, running, until
 from tests.engine.conftest import engine_process
 from tests.engine.processes import BOOT_DEADLINE_S, until_async
+from tests.engine.test_sharing import released, sharing, tell
+from tests.engine.workers import events, order, told
 
 pytest.importorskip("sglang_router")
 DEADLINES = {"request_deadline_s": 60.0, "token_deadline_s": 20.0, "control_deadline_s": 20.0}
@@ -211,6 +213,31 @@ async def test_flags_that_the_router_does_not_know_end_the_room(redis_url: str, 
 async def _told(bus: Bus, kind: str, times: int) -> bool:
     events = [m for m in await messages(bus, EVENTS) if isinstance(m, Event) and m.kind == kind]
     return len(events) >= times
+
+
+async def test_an_engine_is_out_while_it_is_aside_for_the_trainer(
+    router: RealRouter, redis_url: str, run_name: str, tmp_path: Path, models: Callable[[str], tuple[Path, Path]]
+) -> None:
+    client = RouterClient(router.url, deadline_s=10.0)
+    first, second = models("qwen3")
+    async with sharing(redis_url, run_name, first, tmp_path, router_url=router.url) as (bus, worker):
+
+        async def listed(n: int) -> bool:
+            return len([url for url, (_, healthy) in (await client.workers()).items() if healthy]) == n
+
+        for turn, comes in ((2, None), (3, second)):  # back with the version it had; with the next one
+            await until_async(lambda: listed(1), "the router uses it")
+            await tell(bus, "trainer", turn)
+            await until(lambda turn=turn: released(bus, turn))
+            assert await client.workers() == {}, "the router would find it at rest, and hold it for dead"
+            if comes is not None:
+                await bus.append([Out(ACTIVE, order(2, comes))])
+            await tell(bus, "engines", turn, publishes=comes is not None)
+        await until(lambda: told(bus, "activated", 2))
+        await until_async(lambda: listed(1), "the router uses it again")
+        assert worker._link.routed
+        assert await events(bus, "router") == [], "there is nothing to warn of"
+    await client.close()
 
 
 async def test_a_drained_worker_takes_its_engine_out(

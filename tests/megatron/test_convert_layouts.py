@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 import shutil
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,7 +22,8 @@ from actors.trainer.megatron_backend.directory import read
 from actors.trainer.megatron_backend.layout import Layout
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.torch_dist import TRACKER, check, iteration
-from actors.trainer.training.export import bucketed
+from actors.trainer.training.export import bucketed, gathered
+from actors.trainer.training.ranks import Ranks
 from tests.megatron.models import DENSE, MODELS, make, tensors
 from tests.megatron.pool import Pool
 
@@ -158,6 +161,41 @@ def test_an_export_holds_a_bucket_and_the_tensor_that_is_gathered(tmp_path: Path
     limit, embedding = 1 << 17, 4_002 * 64 * 4
     for most, given in pool.run(2, exported, str(tmp_path), limit):
         assert given > embedding and most <= limit + 1.2 * embedding, (most, given)
+
+
+ROWS, WIDE = 64, 256
+
+
+class Stage:
+    """One pipeline stage of two: eight matrices that it makes as they are asked for."""
+
+    exporters = (0, 1)
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(8):
+            yield f"{self._rank}.{i}", torch.full((ROWS, WIDE), float(10 * self._rank + i), dtype=torch.bfloat16)
+
+
+def sent(limit: int) -> tuple[int, list[tuple[str, float]]]:
+    """(most bytes that sending to rank 0 holds here, what came there)"""
+    rank = dist.get_rank()
+    came: list[tuple[str, float]] = []
+    with Living() as living:
+        for bucket in gathered(cast("Any", Stage(rank)), Ranks(rank, 2), limit):
+            assert all(t.shape == (ROWS, WIDE) and t.dtype == torch.bfloat16 for _, t in bucket)
+            came += [(name, t.unique().item()) for name, t in bucket]
+    return living.most, came
+
+
+def test_a_stage_that_sends_holds_one_bucket_not_two(pool: Pool) -> None:
+    matrix = ROWS * WIDE * 2
+    (_, came), (most, nothing) = pool.run(2, sent, 4 * matrix)
+    assert came == [(f"{rank}.{i}", 10.0 * rank + i) for rank in (0, 1) for i in range(8)] and nothing == []
+    assert most <= 5.2 * matrix, "a bucket, and the matrix that came last"
 
 
 def test_a_checkpoint_that_is_not_whole_or_of_another_model_is_refused(

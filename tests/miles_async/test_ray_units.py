@@ -94,6 +94,7 @@ def test_a_refusal_says_what_has_no_place_and_what_there_is() -> None:
         ({"engine": "sglang", "rollout_num_gpus_per_engine": 3, "rollout_num_gpus": 3, "sglang_nnodes": 2}, "divisor"),
         ({"train_master": "h:1"}, "launcher = ray starts all"),
         ({"engine": "sglang", "use_router": True}, "our router"),
+        ({"engine": "sglang", "update_weight_transport": "ipc"}, "Ray hides the trainer's GPU"),
     ],
 )
 def test_what_ray_cannot_place_is_refused(given: dict[str, object], said: str) -> None:

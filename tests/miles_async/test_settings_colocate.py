@@ -76,6 +76,13 @@ def test_without_it_engines_and_trainer_know_nothing_of_each_other(tmp_path: Pat
     assert specs["generation-0"]["server_args"] == {} and specs["generation-0"]["gives_back"] == []
 
 
+def test_engines_see_the_gpu_whose_memory_they_map(tmp_path: Path) -> None:
+    specs: Any = rooms(tmp_path, "--colocate --engine sglang --actor-num-gpus-per-node 2 --rollout-num-gpus 2")
+    assert [(specs[name]["gpus"], specs[name]["maps"]) for name in ("generation-0", "generation-1")] == [([0], [0]), ([1], [0])]
+    specs = rooms(tmp_path, "--engine sglang --update-weight-transport nccl")
+    assert specs["generation-0"]["maps"] == []
+
+
 @pytest.mark.parametrize(("offload", "fraction"), [("", 0.4), ("--offload-train", 0.7)])
 def test_lent_gpus_have_engines_beside_those_of_the_run(tmp_path: Path, offload: str, fraction: float) -> None:
     flags = "--lend-trainer-gpus --engine sglang --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --sglang-mem-fraction-static 0.8"

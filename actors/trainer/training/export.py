@@ -33,8 +33,9 @@ def gathered(core: Core, ranks: Ranks, limit_bytes: int) -> Generator[NamedTenso
         for bucket in mine:
             if ranks.rank in core.exporters:
                 names = [(name, list(t.shape)) for name, t in bucket]
-                body = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for _, t in bucket])
-                ranks.send(msgspec.msgpack.encode(Sent(str(bucket[0][1].dtype).removeprefix("torch."), names)), body)
+                parts = [t.contiguous().reshape(-1).view(torch.uint8) for _, t in bucket]  # views: no second bucket
+                ranks.send(msgspec.msgpack.encode(Sent(str(bucket[0][1].dtype).removeprefix("torch."), names)), parts)
+                del parts
         if ranks.rank in core.exporters:
             ranks.send(msgspec.msgpack.encode(Sent()))
         return
@@ -49,15 +50,13 @@ def gathered(core: Core, ranks: Ranks, limit_bytes: int) -> Generator[NamedTenso
 
 def _received(ranks: Ranks, holder: int, device: torch.device) -> Iterator[NamedTensors]:
     while True:
-        header, body = ranks.receive(holder, device)
-        if body is None:
+        header, parts = ranks.receive(holder, device)
+        if parts is None:
             return
         sent = msgspec.msgpack.decode(header, type=Sent)
         dtype: torch.dtype = getattr(torch, sent.dtype)
-        sizes = [dtype.itemsize * int(torch.Size(shape).numel()) for _, shape in sent.tensors]
-        parts = zip(sent.tensors, body.split(sizes), strict=True)
-        bucket = [(name, part.view(dtype).view(shape)) for (name, shape), part in parts]
-        del body, parts
+        bucket = [(name, part.view(dtype).view(shape)) for (name, shape), part in zip(sent.tensors, parts, strict=True)]
+        del parts
         yield bucket
         bucket.clear()
 

@@ -8,6 +8,7 @@ commands and metrics always over gloo. Nothing is pickled. What is computed with
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from socket import gethostname
 
@@ -138,21 +139,28 @@ class Ranks:
         dist.all_gather(bodies, body, group=self._files)
         return [b[: int(n)].numpy().tobytes() for b, n in zip(bodies, lengths, strict=True)]
 
-    def send(self, header: bytes, body: Tensor | None = None) -> None:
-        """To rank 0, which calls `receive`; `body`: uint8 [n], on any device."""
-        dist.send(torch.tensor([len(header), -1 if body is None else body.numel()], dtype=torch.int64), 0, group=self._commands)
-        dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), 0, group=self._commands)
-        if body is not None:
-            dist.send(body, 0)
+    def send(self, header: bytes, parts: Sequence[Tensor] | None = None) -> None:
+        """To rank 0, which calls `receive`; `parts`: uint8 [n] each, on any device, sent as they lie."""
+        sizes = torch.tensor([part.numel() for part in parts or ()], dtype=torch.int64)
+        counts = torch.tensor([len(header), -1 if parts is None else len(parts)], dtype=torch.int64)
+        for told in (counts, torch.frombuffer(bytearray(header), dtype=torch.uint8), sizes):
+            if told.numel():
+                dist.send(told, 0, group=self._commands)
+        for part in parts or ():
+            dist.send(part, 0)
 
-    def receive(self, source: int, device: torch.device) -> tuple[bytes, Tensor | None]:
-        """What rank `source` sends, its body on `device`."""
-        sizes = torch.empty(2, dtype=torch.int64)
-        dist.recv(sizes, source, group=self._commands)
-        header = torch.empty(int(sizes[0]), dtype=torch.uint8)
-        dist.recv(header, source, group=self._commands)
-        if sizes[1] < 0:
+    def receive(self, source: int, device: torch.device) -> tuple[bytes, list[Tensor] | None]:
+        """What rank `source` sends, its parts on `device`."""
+        counts = torch.empty(2, dtype=torch.int64)
+        dist.recv(counts, source, group=self._commands)
+        header = torch.empty(int(counts[0]), dtype=torch.uint8)
+        sizes = torch.empty(max(0, int(counts[1])), dtype=torch.int64)
+        for told in (header, sizes):
+            if told.numel():
+                dist.recv(told, source, group=self._commands)
+        if counts[1] < 0:
             return header.numpy().tobytes(), None
-        body = torch.empty(int(sizes[1]), dtype=torch.uint8, device=device)
-        dist.recv(body, source)
-        return header.numpy().tobytes(), body
+        parts = [torch.empty(int(size), dtype=torch.uint8, device=device) for size in sizes]
+        for part in parts:
+            dist.recv(part, source)
+        return header.numpy().tobytes(), parts
