@@ -72,6 +72,7 @@ class Context:
         self._answered_s: deque[float] = deque(maxlen=ANSWERS)  # how long the bus took for each of the last vitals
         self._waits: list[tuple[str, float]] = []
         self._last_wait: tuple[str, float, float] = ("", 0.0, 0.0)
+        self._finishes = ("", 0.0)  # what, since when
 
     @property
     def knobs(self) -> KnobValues:
@@ -103,9 +104,19 @@ class Context:
             self._waits.remove(item)
             self._last_wait = ("", 0.0, 0.0) if answered else (*item, self.clock.wall())
 
+    @contextmanager
+    def finishing(self, what: str) -> Iterator[None]:
+        """Say what the body does, in the vitals of an actor that was asked to end: it is waited for (drain.py)."""
+        before, self._finishes = self._finishes, (what, self.clock.wall())
+        try:
+            yield
+        finally:
+            self._finishes = before
+
     def vitals(self) -> Vitals:
         """The present state as a message."""
-        waits_for, since = self._waits[0] if self._waits else ("", 0.0)
+        own = self._finishes if self.draining.is_set() else ("", 0.0)
+        waits_for, since = self._waits[0] if self._waits else own
         if self.bus.waiting_for_room:
             waits_for = f"room on stream {self.bus.waiting_for_room}"
         state: ActorState = "waiting" if waits_for and self.state == "running" else self.state

@@ -1,7 +1,8 @@
 """One process, one actor, one task group: if any task dies, the process stops before it serves another entry.
 
-Shutdown, in order: 1 SIGTERM, SIGINT or a request on the bus sets `draining` (a second signal ends at once) · 2 the room finishes
-or parks what it holds, within drain_timeout_s · 3 heartbeat and knob follower stop · 4 last vitals · 5 connections close.
+Shutdown, in order: 1 SIGTERM, SIGINT or a request on the bus sets `draining` (a second signal ends at once) · 2 the room
+finishes or parks what it holds, within drain_timeout_s (drain.py) · 3 heartbeat and knob follower stop · 4 last vitals ·
+5 connections close.
 
 Exit codes: 10 work done (not 0, which any `sys.exit()` of code that it runs would say) · 11 asked to end, and drained (restart,
 unless the run ends) · 2 refused at start (never restarted) · 65 the run ends with its cause (never restarted) · 70 crashed · 75 the
@@ -27,6 +28,7 @@ import msgspec
 
 from actors.runtime.contained import contained
 from actors.runtime.context import STOP_WISH, ActorSpec, Context
+from actors.runtime.drain import drain_watch
 from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
 from actors.runtime.refusals import RunEnds
@@ -158,7 +160,7 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
             tasks.create_task(_heartbeat(context, over, drain), name="heartbeat")
             tasks.create_task(context.live_knobs.follow(over), name="knobs")
             tasks.create_task(tell_usage(context, over), name="usage")
-            tasks.create_task(_drain_watch(context, over), name="drain")
+            tasks.create_task(drain_watch(context, over), name="drain")
     except* Exception as group:
         context.state = "failed"
         context.note = str(_first(group))[:500]
@@ -181,24 +183,6 @@ async def _heartbeat(context: Context, over: asyncio.Event, drain: Callable[[], 
             await asyncio.wait_for(context.news.wait(), context.spec.heartbeat_s)
         except TimeoutError:
             continue
-
-
-async def _drain_watch(context: Context, over: asyncio.Event) -> None:
-    """Waits for the request to drain, then for the room; a room that does not finish in time is ended."""
-    waits = [asyncio.ensure_future(context.draining.wait()), asyncio.ensure_future(over.wait())]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if not over.is_set():
-            try:
-                await asyncio.wait_for(asyncio.shield(waits[1]), context.spec.drain_timeout_s)
-            except TimeoutError:
-                raise MilesAsyncError(
-                    f"{context.name} did not drain within {context.spec.drain_timeout_s:g} s; its entries stay pending "
-                    "and go to its successor. Raise --drain-timeout-s if it needs longer."
-                ) from None
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 async def _last_words(context: Context) -> None:

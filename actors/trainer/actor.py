@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from actors.runtime.context import Context
+from actors.runtime.drain import STEP_ENDS
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.priority import COMPUTE_NICE, lower_to
 from actors.runtime.prompts import vocabulary_of
@@ -158,7 +159,8 @@ class Trainer:
             await self._lender.take()
             waited = context.clock.monotonic()
             facts = tasks.create_task(asyncio.to_thread(facts_of, batch.groups, step=self._version.step, bound=batch.bound))
-            result = await self._step(batch, tasks)
+            with context.finishing(STEP_ENDS):
+                result = await self._step(batch, tasks)
             if result is None:
                 continue
             if result.skipped and not spec.replay_from:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.runtime.context import Context
+from actors.runtime.drain import CHECKPOINT
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.accounts import Trained, booked
 from actors.trainer.backend import Checkpoint
@@ -63,7 +64,8 @@ class Saver:
         except OSError as error:
             await self._failed(version.step, error)
             return
-        copied = await self._in_thread(copy, target)
+        with context.finishing(CHECKPOINT):
+            copied = await self._in_thread(copy, target)
         bus_state = await self._bus_state(version)
         fault_point(context.name, "checkpoint_copied")
         self._task = tasks.create_task(self._write(copied, target, bus_state, began), name=f"checkpoint {version.step}")
@@ -71,7 +73,7 @@ class Saver:
     async def wait(self) -> None:
         """Until the save under way is durable and acknowledged."""
         if self._task is not None:
-            with self._context.waiting("the checkpoint being written"):
+            with self._context.waiting(CHECKPOINT):
                 await self._task
 
     async def _bus_state(self, version: PolicyVersion) -> BusState:

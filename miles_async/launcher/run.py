@@ -22,6 +22,7 @@ from typing import Any, Literal
 from actors.recorder.feed import Feed
 from actors.recorder.file import stream_records
 from actors.runtime.context import STOP_WISH
+from actors.runtime.drain import Heard
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
 from actors.runtime.loop import run_loop
@@ -194,6 +195,8 @@ class Launcher:
         self._run_dir = Path(place.run_dir)
         self._asked = asyncio.Event()  # to stop
         self._wished = False  # and it was the operator
+        self._ending = False  # actors were asked to
+        self._heard = Heard(bus)
         self._lost: RunFailed | None = None  # the bus, for longer than its deadline, or what it held
         self._stop = asyncio.Event()
         self._hung_up = False
@@ -232,14 +235,16 @@ class Launcher:
             try:
                 failure = await _until_over(watches, self._asked) or self._lost
             finally:
-                late = await supervisor.drain(timeout_s=settings.launch.drain_timeout_s + 5.0)
+                self._ending = True
+                late = await supervisor.drain(timeout_s=settings.launch.drain_timeout_s + 5.0, finishes=self._heard.finishes)
                 await asyncio.gather(*watches.values(), return_exceptions=True)
                 self._stop.set()
                 self._view_over.set()
         await placer.close()
         await feed.close()
         for name in late:
-            print(f"note: {name} did not drain in time and was killed; its entries stay pending", file=sys.stderr)
+            text = f"note: {name} did not drain within --drain-timeout-s and was killed; its entries stay pending"
+            print(text, file=sys.stderr)
         name = settings.launch.name
         if failure and failure.status == EXIT_BUS_BACK:
             if settings.ckpt.no_save and feed.history.furthest:
@@ -259,6 +264,8 @@ class Launcher:
         return 0, finished
 
     def _end_by_wish(self) -> None:
+        """Asked again while it ends: nothing is waited for beyond the drain's deadline."""
+        self._heard.hurries = self._ending
         self._wished = True
         self._asked.set()
 

@@ -7,10 +7,12 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from actors.recorder.history import History
 from actors.runtime.context import ActorSpec
+from actors.runtime.drain import Patience, drained
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_DRAINED, EXIT_REFUSED, disk_text
 from bus import Bus, Clock
 from bus.errors import MilesAsyncError, printable
@@ -96,7 +98,8 @@ class Kept:
     spec: ActorSpec
     process: Process | None = None
     failures: list[Ending] = field(default_factory=list)
-    done: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nobody starts it again, and its process has ended."""
 
     @property
     def alive(self) -> bool:
@@ -133,6 +136,12 @@ class Supervisor:
 
     async def watch(self, kept: Kept) -> None:
         """Start an actor and keep it until it is done; RunFailed when it cannot be kept."""
+        try:
+            await self._keep(kept)
+        finally:
+            kept.over.set()
+
+    async def _keep(self, kept: Kept) -> None:
         name, role = kept.spec.name, kept.spec.role
         while await self._unless_stopping(self._placer.place(kept.spec)):
             began = self._clock.monotonic()
@@ -145,7 +154,6 @@ class Supervisor:
                 kept.process.ask_to_end()
             end = await self._placer.end_of(kept.spec, kept.process)
             if self._stopping.is_set():
-                kept.done = True
                 return
             if end.moved:
                 self.notes.append(("moved", f"{name}: {end.moved}; it is placed anew"))
@@ -162,11 +170,9 @@ class Supervisor:
                 name, ending, kept.failures, self._budget, steps=role == "trainer", spared=self._is_spared(kept)
             )
             if verdict.action == "done":
-                kept.done = True
                 return
             cause = last_words(end.lines, name if end.code is not None and end.code > 0 else "")
             if verdict.action == "give_up":
-                kept.done = True
                 status = end.code if end.code in (EXIT_REFUSED, EXIT_BUS_BACK) else 1
                 if end.code == EXIT_BUS_BACK:
                     raise RunFailed(cause, status=status)
@@ -205,20 +211,26 @@ class Supervisor:
         peers = [k for k in self.kept.values() if k.spec.role == kept.spec.role and k is not kept]
         return kept.spec.role == "recorder" or any(peer.alive for peer in peers)
 
-    async def drain(self, *, timeout_s: float) -> list[str]:
+    async def drain(self, *, timeout_s: float, finishes: Callable[[str], Awaitable[str]]) -> list[str]:
         """SIGTERM to all, then SIGKILL to those that do not end in time; returns the names of the latter. The recorder goes
-        last, and has the others' last words on record then."""
+        last, and has the others' last words on record then. `finishes`: asked by name what an actor says that it finishes; some
+        of that is waited for beyond `timeout_s` (drain.py)."""
         self._stopping.set()
         late: list[str] = []
         for last in (False, True):
-            living = {
-                name: k.process
-                for name, k in self.kept.items()
-                if (k.spec.role == "recorder") == last and not k.done and k.process is not None and k.process.alive
-            }
-            obeyed = await asyncio.gather(*(process.stop(timeout_s) for process in living.values()))
+            living = {name: k for name, k in self.kept.items() if (k.spec.role == "recorder") == last and not k.over.is_set()}
+            obeyed = await asyncio.gather(*(self._end(name, k, timeout_s, finishes) for name, k in living.items()))
             late += [name for name, in_time in zip(living, obeyed, strict=True) if not in_time]
         return late
+
+    async def _end(self, name: str, kept: Kept, timeout_s: float, finishes: Callable[[str], Awaitable[str]]) -> bool:
+        if not kept.alive or kept.process is None:
+            return True
+        kept.process.ask_to_end()
+        now = self._clock.monotonic
+        in_time = await drained(kept.over.wait(), Patience(timeout_s, now()), now, partial(finishes, name))
+        await kept.process.stop(0.0)  # what is left of it
+        return in_time
 
 
 def last_words(lines: Sequence[str], name: str = "") -> str:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,3 +95,15 @@ def whole_groups(args: Any, rollout_id: int, data_source: Any, evaluation: bool 
                 struck.touch()
                 os.kill(os.getppid(), signal.SIGKILL)
     return groups
+
+
+def holds(args: Any, groups: list[Any]) -> None:
+    """A filter of the trainer's batches that takes its time with the third: a run is stopped meanwhile."""
+    if len(_held) == 2:
+        print(HELD, file=sys.stderr, flush=True)
+        time.sleep(HOLD_S)
+    _held.append(True)
+
+
+HELD, HOLD_S = "the third batch is held", 12.0
+_held: list[bool] = []

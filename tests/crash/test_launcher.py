@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.crash.conftest import Launch
+from tests.crash.episode import HELD
 from tests.crash.house import REPO, UNLOWERED, Run, Tables, evaluating, merged, until
 from tests.crash.judge import judge
 from tests.crash.test_detach import go_on
@@ -232,6 +233,28 @@ def test_drained_and_run_again(run_of: Launch) -> None:
     run.start()
     run.finish()
     judge(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True], ids=["once", "asked again"])
+def test_a_drain_waits_for_the_step_under_way_unless_asked_again(run_of: Launch, again: bool) -> None:
+    """Also beyond its deadline: else all that was trained since the last checkpoint is trained again."""
+    hook = {"num_rollout": 30, "rollout_sample_filter_path": "tests.crash.episode.holds"}
+    run = run_of({"rollout": hook, "launch": {"drain_timeout_s": 1.0}, "ckpt": {"save_interval": 100}})
+    run.start()
+    log = run.dir / "logs" / "trainer.log"
+    run.until("the third batch to be held", lambda: log.exists() and HELD in log.read_text())
+    assert run.launcher is not None
+    run.launcher.send_signal(signal.SIGINT)
+    if again:
+        until("the others to have drained", lambda: not run.pids("sampler"))
+        run.launcher.send_signal(signal.SIGINT)
+    run.finish()
+    assert not run.processes()
+    killed = "trainer did not drain within --drain-timeout-s and was killed" in run.output()
+    assert (run.saved(), killed) == ((0, True) if again else (3, False)), run.output()
+    assert "no living" not in run.output(), "rooms that ended as they were asked are nothing to be told of"
+    judge(run, steps=run.saved(), whole_policy=not again)
 
 
 @pytest.mark.slow

@@ -51,6 +51,17 @@ async def test_a_room_without_a_living_actor_is_named_with_what_waits_for_it(red
     assert "miles-async worker" in found["no actor"]
 
 
+async def test_rooms_that_ended_while_the_trainer_writes_its_last_checkpoint_are_not_missed(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        for role in ("sampler", "filter", "reward"):
+            await story.alive(vitals(f"{role}-0" if role == "reward" else role, role, state="stopped"))
+        assert "no actor" in await faults(bus)
+        await story.alive(vitals("trainer", "trainer", state="draining", waits_for="the checkpoint being written"))
+        assert "no actor" not in await faults(bus)
+
+
 async def test_nobody_is_missed_while_the_launcher_starts_them(redis_url, run_name):
     async with Bus(config(redis_url, run_name)) as bus:
         story = Story(bus)

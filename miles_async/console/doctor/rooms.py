@@ -33,6 +33,8 @@ def missing_rooms(scene: Scene) -> Iterator[Finding]:
     up_s = [a.vitals.counters.get("up_s", PATIENCE_S) for a in snapshot.of_role("launcher") if a.life == "alive"]
     if scene.over or any(s < PATIENCE_S for s in up_s):
         return  # it is being started
+    if any(a.life == "alive" and a.vitals.state == "draining" for a in snapshot.of_role("trainer")):
+        return  # asked to end: the others have ended, and it writes its last checkpoint
     if not snapshot.actors:
         yield Finding(
             "error", "nobody there", "run", "no actor has ever sent a heartbeat: nothing is running on this bus"

@@ -29,7 +29,13 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
         int, doc("Port of that page on 127.0.0.1. 0: 8420, or any free one where that is taken.", ge=0, le=65535, ours=True)
     ] = 0
     drain_timeout_s: Annotated[
-        float, doc("Time for an actor to finish or park what it holds when it is asked to stop.", unit="seconds", gt=0, ours=True)
+        float,
+        doc(
+            "Time for an actor to finish or park what it holds when it is asked to stop. A step under way and the trainer's last "
+            "checkpoint are waited for beyond it (10 minutes, 2 hours), unless the launcher is asked again.",
+            unit="seconds",
+            gt=0, ours=True,
+        ),
     ] = 30.0
     restart_budget: Annotated[
         int,
