@@ -190,7 +190,7 @@ class Worker:
             await sharing.come_back()
             self._changed.clear()
             if self._leases.standing.behind(link.serving):
-                await link.leave_route()
+                await link.route(joins=False)
             if self._order is None and not link.absent and not sharing.aside and not stop.is_set():
                 await self._until_changed()
 

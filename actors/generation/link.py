@@ -230,7 +230,7 @@ class EngineLink:
         started = self._context.clock.monotonic()
         await self.engine.set_version(str(order.version.id))
         self.pause_s = 0.0
-        await self.join_route()
+        await self.route(joins=True)
         await self._activated(order, self._context.clock.monotonic() - started, Compared(0), "kept")
 
     async def _activate(self, order: Activate, given_up: Callable[[], bool]) -> None:
@@ -276,7 +276,7 @@ class EngineLink:
                     self.released = ()
                 await engine.resume()
                 resumed = self._context.clock.monotonic()
-                await self.join_route()
+                await self.route(joins=True)
         except DeadlineExceeded as error:
             raise EngineUnavailable(str(error)) from error
         self.pause_s = resumed - paused
@@ -355,16 +355,11 @@ class EngineLink:
         if self._supply is not None:
             self._supply.know(order)
 
-    async def leave_route(self) -> None:
-        """Behind its peers, whose requests would meet an older version here, or aside for the trainer. The next activation joins
-        again."""
+    async def route(self, *, joins: bool) -> None:
+        """Take part behind the router, or leave it: its requests would meet an older version here, or an engine at rest, which it
+        holds for dead and is slow to see again. Each activation joins."""
         if isinstance(self.engine, RoutedEngine):
-            await self.engine.leave()
-
-    async def join_route(self) -> None:
-        """Of an engine that serves: a router that finds it at rest holds it for dead, and takes its time to see it again."""
-        if isinstance(self.engine, RoutedEngine):
-            await self.engine.join()
+            await (self.engine.join() if joins else self.engine.leave())
 
     async def check(self) -> None:
         """Notice a server that died while nobody asked it, and a router that forgot us. Called now and then."""

@@ -138,7 +138,7 @@ class Sharing:
             link.enter(State.ASIDE)
             try:
                 async with deadline(self._deadline_s, "release of the engine's memory"):
-                    await link.leave_route()
+                    await link.route(joins=False)
                     await engine.end_running(LAST_STEP_S)
                     await engine.pause("retract")  # SGLang's abort mode looks but once a second whether all requests ended
                     while not await self._given(engine, missing):
@@ -169,7 +169,7 @@ class Sharing:
                 await engine.resume_memory(link.released)
                 await engine.resume()
                 if link.serving is not None:
-                    await link.join_route()
+                    await link.route(joins=True)
         except (EngineUnavailable, RequestRefused, DeadlineExceeded) as error:
             await link.fail(error)
             return

@@ -72,7 +72,8 @@ def refused_weights(scene: Scene) -> Iterator[Finding]:
         return
     for name, event in sorted(behind.items()):
         text = f"{name} could not load version {event.data['version']}: {shorten(event.text, 250)}"
-        if next(a for a in workers if a.vitals.actor == name).vitals.version < 0:
+        none = next(a for a in workers if a.vitals.actor == name).vitals.version < 0
+        if none and event.kind == "weights refused":  # a transport that failed says nothing of the model
             text += "; it has loaded none: is its --model-path the model of the run?"
         yield Finding("warning", "weights refused", name, text, scene.now - event.wall)
 
