@@ -24,6 +24,7 @@ SMALL_GRAPH_BS = 16
 BUSY_WAIT_S = 15.0
 TAIL_LINES = 200  # what a library merely mentioned while it was loading must not decide
 _CAUSE_CHARS = 300
+_OF_A_PART = "scheduler died during initialization"
 _HARMLESS = re.compile(r"^.*Failed to load generation config for .*$", re.MULTILINE)  # SGLang goes on with its defaults
 
 # In order: the first kind with a match is the answer. What names a subsystem comes before what could be anything.
@@ -235,9 +236,11 @@ def _last_line(text: str) -> str:
 
 
 def _error_line(text: str) -> str:
-    """The last line that names an exception, else the last line."""
-    found = _last(re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*$", re.MULTILINE), text)
-    return found.group() if found else _last_line(text)
+    """The last line that names an exception, else the last line. SGLang's first process only tells that a part of it ended: what
+    that part told before counts."""
+    told = [m.group() for m in re.finditer(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*$", text, re.MULTILINE)]
+    own = [line for line in told if _OF_A_PART not in line]
+    return (own or told or [_last_line(text)])[-1]
 
 
 def _cut(line: str) -> str:

@@ -85,6 +85,9 @@ def test_the_cause_is_the_line_that_tells() -> None:
     assert classify(BAD_FLAG, exit_code=2).cause.endswith("--mem-fractoin-static 0.5")
     assert str(classify(UNEQUAL, exit_code=-9)).startswith("unknown (signal 9): RuntimeError: The memory capacity is unbalanced")
     assert classify(ASSERTION, exit_code=1).cause.startswith("AssertionError: tp_size 3")
+    first = "RuntimeError: Rank 0 scheduler died during initialization (exit code: 1). Run `dmesg -T | grep -i oom` to check."
+    assert classify(f"[TP0] Traceback\nValueError: what it was\nTraceback\n{first}", exit_code=1).cause == "ValueError: what it was"
+    assert classify(f"Traceback\n{first}", exit_code=1).cause == first
     assert str(classify("Segmentation fault", exit_code=-11)) == "unknown (signal 11): Segmentation fault"
     assert classify("loading shards", exit_code=None, timed_out=True).kind == "timeout"
 
