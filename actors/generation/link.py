@@ -362,7 +362,7 @@ class EngineLink:
             await (self.engine.join() if joins else self.engine.leave())
 
     async def check(self) -> None:
-        """Notice a server that died while nobody asked it, and a router that forgot us. Called now and then."""
+        """Called now and then: a server that died while nobody asked it, a router that forgot us."""
         if self.process is not None and self.engine is not None and not self.process.alive:
             await self.fail(EngineUnavailable("the engine's process has ended"))
         elif self.state is State.DAMAGED and self._context.clock.monotonic() - self._since > self.control_deadline_s:
@@ -372,7 +372,7 @@ class EngineLink:
                     "parts of two"
                 )
             )
-        elif isinstance(self.engine, RoutedEngine) and (news := await self.engine.renew()):
+        elif isinstance(self.engine, RoutedEngine) and not self._context.draining.is_set() and (news := await self.engine.renew()):
             await self._context.event("router", news, level="info" if self.engine.routed else "warning")
 
     async def fail(self, error: BaseException, of: Engine | None = None) -> None:
