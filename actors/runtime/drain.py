@@ -7,17 +7,19 @@ much is waited for, here and by the launcher, who hears of it in the vitals. Alw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from actors.runtime.context import Context
 from bus import Bus
 from bus.errors import MilesAsyncError
+from bus.messages.control import Vitals
 
 STEP_ENDS = "the step under way to end"
 CHECKPOINT = "the checkpoint being written"
 KEEPS = {STEP_ENDS: 600.0, CHECKPOINT: 7200.0}
 """What is waited for beyond the deadline, and for how many seconds in all."""
 LOOK_S = 1.0
+ANSWER_S = 5.0  # of the bus; one that is away keeps nobody
 SILENT_S = 30.0  # an actor whose vitals stand still for so long finishes nothing
 
 
@@ -45,18 +47,24 @@ class Heard:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self._said: Mapping[str, Vitals] = {}
+        self._asked = -LOOK_S
         self._beats: dict[str, tuple[float, float]] = {}  # name -> time of its newest vitals, and when we first saw them
         self.hurries = False
 
     async def finishes(self, name: str) -> str:
-        """Of the actor `name`; empty: nothing, or nobody knows."""
-        try:
-            said = None if self.hurries else (await self._bus.vitals()).get(name)
-        except MilesAsyncError:
-            return ""
-        if said is None:
-            return ""
+        """Of the actor `name`; empty: nothing, or nobody knows. Asked about many, it asks the bus for all at once."""
         now = self._bus.clock.monotonic()
+        if now - self._asked >= LOOK_S / 2:
+            self._asked = now
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    self._said = await self._bus.vitals()
+            except (MilesAsyncError, TimeoutError):
+                self._said = {}
+        said = self._said.get(name)
+        if said is None or self.hurries:
+            return ""
         wall, at = self._beats.get(name, (0.0, now))
         if said.wall != wall:
             self._beats[name] = said.wall, (at := now)

@@ -69,10 +69,12 @@ async def test_an_actor_whose_vitals_stand_still_finishes_nothing(
 
         assert await heard.finishes("trainer") == "", "it has said nothing yet"
         await says(1.0)
+        now += 1.0
         assert await heard.finishes("trainer") == CHECKPOINT
         now += SILENT_S
         assert await heard.finishes("trainer") == ""
         await says(2.0)
+        now += 1.0
         assert await heard.finishes("trainer") == CHECKPOINT
         heard.hurries = True
         assert await heard.finishes("trainer") == ""
