@@ -31,7 +31,8 @@ CHECKS: dict[str, tuple[float, str]] = {
     ENGINE: (
         0.03,
         "the engine does not serve the trained weights (compare checksums), samples at another temperature, or tokenizes "
-        "the prompt differently.",
+        "the prompt differently. Little more than allowed is what bfloat16 rounds (large or random models, experts): raise "
+        "--selfcheck-logprob-tolerance.",
     ),
     "grad_norm": (
         100.0,  # the quickstart task shows 4 to 8
