@@ -70,7 +70,7 @@ class Kept:
 def end(followers, finished=True):
     for follower in followers:
         follower.end(finished)
-    assert all(follower.join(20) for follower in followers)
+    assert all(follower.join(60) for follower in followers)
 
 
 def test_points_say_what_was_dropped_since_the_step_before():

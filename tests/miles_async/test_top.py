@@ -110,11 +110,11 @@ async def test_every_view_fits_any_terminal_and_alarms_come_first(
             await view.until(lambda: "reward            0.75" in view.text)
             alarm, tabs = (next(i for i, line in enumerate(view.lines) if word in line) for word in ("ERROR", "1 Run"))
             assert alarm == 1 < tabs < 9 and "dead letter: prompts g4/0: no room" in view.text
-            assert "q leave" in view.lines[-1] and "a alarms seen" in view.lines[-1], "keys stand in the footer"
+            await view.until(lambda: "q leave" in view.lines[-1] and "a alarms seen" in view.lines[-1])  # keys, in the footer
             await view.press("2", shows="generation-1")
             await view.press("3", shows="g1/0")
             await view.press("4", shows="over_sampling_batch_size")
-            assert "e change it" in view.lines[-1]
+            await view.until(lambda: "e change it" in view.lines[-1])
             await view.press("5", shows="no room")
             await view.press("6", shows="reward: retry")
             await view.press("7", shows="the doctor at")
