@@ -194,8 +194,7 @@ class Launcher:
         self._settings, self._place, self._bus, self._embedded = settings, place, bus, embedded
         self._run_dir = Path(place.run_dir)
         self._asked = asyncio.Event()  # to stop
-        self._wished = False  # and it was the operator
-        self._ending = False  # actors were asked to
+        self._wished, self._signals = False, 0  # and it was the operator
         self._heard = Heard(bus)
         self._lost: RunFailed | None = None  # the bus, for longer than its deadline, or what it held
         self._stop = asyncio.Event()
@@ -217,7 +216,7 @@ class Launcher:
         await placer.open()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end_by_wish)
+            loop.add_signal_handler(number, self._signalled)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         (self._run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")  # from now on it may be signalled
         failure: RunFailed | None = None
@@ -235,7 +234,6 @@ class Launcher:
             try:
                 failure = await _until_over(watches, self._asked) or self._lost
             finally:
-                self._ending = True
                 late = await supervisor.drain(timeout_s=settings.launch.drain_timeout_s + 5.0, finishes=self._heard.finishes)
                 await asyncio.gather(*watches.values(), return_exceptions=True)
                 self._stop.set()
@@ -263,9 +261,13 @@ class Launcher:
             print(f"run {name} stopped; the same command goes on from its last checkpoint")
         return 0, finished
 
+    def _signalled(self) -> None:
+        """A second one waits for nothing beyond the drain's deadline. A wish on the bus, which is heard at every beat, is none."""
+        self._signals += 1
+        self._heard.hurries = self._signals > 1
+        self._end_by_wish()
+
     def _end_by_wish(self) -> None:
-        """Asked again while it ends: nothing is waited for beyond the drain's deadline."""
-        self._heard.hurries = self._ending
         self._wished = True
         self._asked.set()
 

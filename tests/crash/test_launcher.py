@@ -236,8 +236,8 @@ def test_drained_and_run_again(run_of: Launch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True], ids=["once", "asked again"])
-def test_a_drain_waits_for_the_step_under_way_unless_asked_again(run_of: Launch, again: bool) -> None:
+@pytest.mark.parametrize("by", ["a signal", "the command", "two signals"])
+def test_a_drain_waits_for_the_step_under_way_unless_asked_again(run_of: Launch, by: str) -> None:
     """Also beyond its deadline: else all that was trained since the last checkpoint is trained again."""
     hook = {"num_rollout": 30, "rollout_sample_filter_path": "tests.crash.episode.holds"}
     run = run_of({"rollout": hook, "launch": {"drain_timeout_s": 1.0}, "ckpt": {"save_interval": 100}})
@@ -245,7 +245,11 @@ def test_a_drain_waits_for_the_step_under_way_unless_asked_again(run_of: Launch,
     log = run.dir / "logs" / "trainer.log"
     run.until("the third batch to be held", lambda: log.exists() and HELD in log.read_text())
     assert run.launcher is not None
-    run.launcher.send_signal(signal.SIGINT)
+    again = by == "two signals"
+    if by == "the command":
+        assert run.command("stop", "--wait", "90").returncode == 0
+    else:
+        run.launcher.send_signal(signal.SIGINT)
     if again:
         until("the others to have drained", lambda: not run.pids("sampler"))
         run.launcher.send_signal(signal.SIGINT)

@@ -33,9 +33,9 @@ def gathered(core: Core, ranks: Ranks, limit_bytes: int) -> Generator[NamedTenso
         for bucket in mine:
             if ranks.rank in core.exporters:
                 names = [(name, list(t.shape)) for name, t in bucket]
-                parts = [t.contiguous().reshape(-1).view(torch.uint8) for _, t in bucket]  # views: no second bucket
+                parts = [t.contiguous().reshape(-1).view(torch.uint8) for _, t in bucket]  # views, no second bucket
                 ranks.send(msgspec.msgpack.encode(Sent(str(bucket[0][1].dtype).removeprefix("torch."), names)), parts)
-                del parts
+                del parts  # or they would hold it while the next one is gathered
         if ranks.rank in core.exporters:
             ranks.send(msgspec.msgpack.encode(Sent()))
         return
