@@ -32,12 +32,22 @@ def checked(name: str, value: Any, kinds: Mapping[str, Kind]) -> Any:
     if value is None and kind.optional:
         return None
     right = isinstance(value, _TYPES[kind.type]) and (kind.type == "bool" or not isinstance(value, bool))
+    if right and kind.type == "float":
+        value = _as_float(value)
     if not right or (isinstance(value, float) and not math.isfinite(value)):
         remedy = f"Give {_WORDS[kind.type]}, {range_text(kind)}."
         raise KnobRejected(knob=name, value=value, rule=f"not {_WORDS[kind.type]}", remedy=remedy)
     if not _permitted(kind, value):
         raise KnobRejected(knob=name, value=value, rule="out of range", remedy=f"Give {range_text(kind)}.")
-    return float(value) if kind.type == "float" else value
+    return value
+
+
+def _as_float(value: float) -> float:
+    """The nearest one; infinite for a whole number beyond them all."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _permitted(kind: Kind, value: Any) -> bool:
