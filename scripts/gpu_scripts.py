@@ -126,8 +126,7 @@ def run(name: str, args: argparse.Namespace, deadline_s: float) -> dict[str, Any
         try:
             code: int | str = process.wait(max(1.0, deadline_s - prepared_s))
         except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait(120)  # engines, ranks and what is being saved end first
+            end(process)
             code = "out of time"
     if metrics.exists():
         shutil.copyfile(metrics, args.out / f"{name}.metrics.jsonl")
@@ -137,6 +136,18 @@ def run(name: str, args: argparse.Namespace, deadline_s: float) -> dict[str, Any
     shutil.rmtree(home / "saved", ignore_errors=True)
     return {"flags": " ".join(flags), "exit": code, "prepared_s": round(prepared_s, 1), "s": round(time.monotonic() - began, 1),
             "steps": steps, "said": log.read_text(errors="replace")[-600:] if code else ""}  # fmt: skip
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask twice: the first lets engines, ranks and what is being saved end, the second waits for no step and no checkpoint."""
+    for patience_s in (120, 60):
+        process.terminate()
+        try:
+            process.wait(patience_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
 
 
 def main() -> int:
