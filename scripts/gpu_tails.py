@@ -7,7 +7,7 @@
                                                             lengths are geometric, 32 groups of 8, 384 samples at once
     python scripts/gpu_tails.py --task long --out DIR       DIR/long.json: configs/long.toml to 85 % of the held-out problems
 
-Variants of tails (--variants, in this order): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound 2;
+Variants of tails (--variants, which are run in the order given): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound 2;
 e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked; f, g as b, d with keys and values of 8
 bits (a server of their own). Of long: bounds 0, 2, 4 by seed.
 All runs share one server, whose boot would cost as much as a run (gpu_tails_run.py); a run that fails gets the next one a
@@ -239,7 +239,7 @@ async def tails(b: Bench) -> None:
     ]
     if a.engine == "sglang":
         words += ["--model-dtype", "bfloat16", "--max-tokens-per-gpu", "32768"]
-    chosen = {name: run for name, run in _tails(a.slots).items() if name in a.variants}
+    chosen = {name: _tails(a.slots)[name] for name in a.variants}
     runs: dict[str, Any] = {}
     failed: dict[str, str] = {}
     seen: dict[str, Any] = {}
