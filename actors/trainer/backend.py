@@ -28,6 +28,7 @@ class TorchConfig(msgspec.Struct, frozen=True, kw_only=True, tag="torch"):
 
     gradient_checkpointing: bool
     gradient_checkpointing_layers: int  # for the first so many layers; 0 = for all
+    fsdp_shard: str  # what several ranks share among them: all, optimizer or auto (batch/memory.py)
     compile: str  # auto (on a GPU), on or off
     attn_implementation: str  # auto, sdpa, flash_attention_2 or flash_attention_3
     true_on_policy_mode: bool  # compute as SGLang's deterministic mode does (torch_backend/matched.py)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from actors.runtime.run import Refused
+from actors.trainer.batch.memory import GATHERED_BYTES, SHARED_BYTES, SIZES, activation_bytes, gathers
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.layout import Layout, Shape, layout_of, refusals
@@ -26,7 +27,6 @@ from miles_async.settings.run import RunSettings
 
 GIB = 1 << 30
 HEADER_BYTES = 100 << 20  # the format's own limit
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 SURE = 0.85  # of an estimate of activations: what it exceeds by more than the rest cannot fit
 GRAIN = 256  # tokens, that a cap is told in
@@ -54,7 +54,7 @@ def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
     total, sizes = gpu_bytes(), parameters(Path(s.model.hf_checkpoint))
     if total is None or not sizes.total:
         return ()
-    trainer = Trainer(s, sizes, config)
+    trainer = Trainer(s, sizes, config, total)
     if (s.sglang.colocate or s.sglang.lend_trainer_gpus) and s.sglang.engine == "sglang":
         fits(s, total, trainer)
     trainer.check(total)
@@ -74,7 +74,7 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
     copy = 2 * params if g.update_weight_transport == "ipc" or (lent and g.update_weight_transport == "nccl") else 0
     aside = engine if not g.offload_rollout else 0 if "weight" in g.offload_rollout_level else 2 * params // ranks
     aside = 0 if lent else aside
-    asleep = 0 if g.offload_train else awake
+    asleep = 0 if g.offload_train else trainer.resident()
     margin = g.train_memory_margin_bytes
     for turn, need, parts in (
         ("engine", engine + asleep + copy + margin, f"engine {_gib(engine)}, trainer {_gib(asleep)}"),
@@ -84,6 +84,8 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
             most = (total - asleep - copy - margin) / total
             less = turn == "engine" and most > 0.05
             lower = f"Lower --{field.replace('_', '-')} to {most:.2f}" if less else "Train on more GPUs"
+            if turn == "trainer" and need - awake + trainer.resident() <= total:
+                lower = "Set --fsdp-shard all"
             raise refusal(
                 field,
                 fraction,
@@ -95,10 +97,10 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
 
 
 class Trainer:
-    """(pure) What the fullest rank of the trainer holds."""
+    """(pure) What the fullest rank of the trainer holds. gpu: bytes of its GPU, where they decide what is sharded."""
 
-    def __init__(self, s: RunSettings, sizes: Sizes, config: Mapping[str, Any]) -> None:
-        self.s, self.sizes, self.config = s, sizes, config
+    def __init__(self, s: RunSettings, sizes: Sizes, config: Mapping[str, Any], gpu: int | None = None) -> None:
+        self.s, self.sizes, self.config, self.gpu = s, sizes, config, gpu
         self.narrow = s.model.model_dtype != "float32"
         self.layout = Layout(world=s.flat.train_ranks)
         self.shape: Shape | None = None
@@ -116,15 +118,24 @@ class Trainer:
         """Of one GPU in a training step without activations."""
         return self._sharded() if self.s.flat.train_backend != "megatron" else self._cut(layout or self.layout)
 
-    def _sharded(self) -> int:
+    def resident(self) -> int:
+        """Of one GPU, between steps or with everything sharded."""
+        return self._sharded(whole=0) if self.s.flat.train_backend != "megatron" else self._cut(self.layout)
+
+    def _sharded(self, whole: int = GATHERED_BYTES) -> int:
         """Weights, float32 masters, gradients, two moments; with several ranks float32 shards; a second model for each of
-        reference, critic and teacher."""
+        reference, critic and teacher. `whole`: bytes of a parameter that each of several ranks may hold besides in a step, its
+        gradient among them."""
         s, ranks = self.s, self.layout.world
+        models = 2 if s.flat.estimator.critic else 1
         trained = 16 if ranks > 1 or not self.narrow else 18
         frozen = 2 if self.narrow and ranks == 1 else 4
-        each = trained * (2 if s.flat.estimator.critic else 1)
-        each += frozen * (int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load)))
-        return each * self.sizes.total // ranks
+        others = int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load))
+        tokens = self._tokens()
+        kept = self.activations(tokens) if tokens else 0
+        if not whole or not gathers(s.perf.fsdp_shard, models * self.sizes.total, ranks, kept, self.gpu):
+            return (trained * models + frozen * others) * self.sizes.total // ranks
+        return (SHARED_BYTES * models + frozen * others) * self.sizes.total // ranks + whole * models * self.sizes.total
 
     @property
     def offloaded(self) -> float:
@@ -164,7 +175,9 @@ class Trainer:
         s, need = self.s, self.bytes()
         what = f"weights, gradients and optimizer state need {_gib(need)} of {_gib(total)} on each of the trainer's GPUs"
         if need > total and s.flat.train_backend != "megatron":
-            more = -(-need * self.layout.world // total)
+            more = -(-self.resident() * self.layout.world // total)
+            if self.resident() <= total:
+                raise refusal("fsdp_shard", s.perf.fsdp_shard, what, "Set --fsdp-shard all.")
             raise refusal("actor_num_gpus_per_node", s.perf.actor_num_gpus_per_node, what, f"Set it to at least {more}.")
         if need > total:
             size = s.parallel.tensor_model_parallel_size
@@ -190,7 +203,7 @@ class Trainer:
             "the optimizer": self._of_rank(self.layout, 0, 16 * self.offloaded) if megatron else 0,
             # and a place for the policy's own weights while others compute
             "other models": self._of_rank(self.layout, width * (others + 1), 0) if others else 0,
-            "what --offload-train moves": self.bytes() if moved else 0,
+            "what --offload-train moves": self.resident() if moved else 0,
         }
         found = {name: here * n for name, n in found.items()}
         return found | {"the engines' weights": width * self.sizes.total * engines if aside else 0}
@@ -269,28 +282,15 @@ class Trainer:
     def activations(self, tokens: int, recomputed: float | None = None) -> int:
         """Bytes that the layers keep of `tokens` tokens of a rank for the backward pass. `recomputed`: layers of which only the
         input is kept; None: as the settings say."""
-        layers = int(self.config["num_hidden_layers"])
-        again = self._recomputed(layers) if recomputed is None else recomputed
-        whole, inputs = self._layer_bytes()
-        flight = 1 + (self.layout.pp - 1) / (self.layout.pp * self.layout.vpp) if self.layout.vpp > 1 else 1.0
+        again = self._recomputed(int(self.config["num_hidden_layers"])) if recomputed is None else recomputed
+        p, layout = self.s.perf, self.layout
         # A pipeline's first stage holds as many micro-batches as there are stages, of its part of the layers each.
-        kept = flight * ((layers - again) * whole + again * inputs)
-        return int(tokens * (kept + (whole if again == layers else 0)))
-
-    def _layer_bytes(self) -> tuple[float, float]:
-        """Of one token in one layer: all that is kept, and the input alone. The factors give the peaks that were measured on H200s,
-        within 4 %: uncompiled torch, torch's compiled layers and Transformer Engine's (docs/results.md)."""
-        hidden, inner, _, heads = (int(self.config[name]) for name in SIZES)
-        width = int(self.config.get("head_dim") or hidden // heads)
-        attention = width * (heads + 2 * int(self.config.get("num_key_value_heads") or heads))
-        if of := int(self.config.get("num_experts_per_tok") or 0):  # not measured: told in notes only
-            inner, hidden = of * int(self.config.get("moe_intermediate_size") or inner), hidden * (1 + of // 2)
-        p = self.s.perf
+        flight = 1 + (layout.pp - 1) / (layout.pp * layout.vpp) if layout.vpp > 1 else 1.0
+        if self.s.flat.train_backend == "megatron":
+            along = layout.tp if layout.sequence_parallel else 1
+            return activation_bytes(self.config, tokens, again, fused=True, tp=layout.tp, along=along, flight=flight)
         fused = p.compile == "on" or (p.compile == "auto" and p.attn_implementation != "sdpa" and self.narrow)
-        if self.s.flat.train_backend != "megatron" and (not fused or self.s.model.true_on_policy_mode):
-            return 16 * hidden + 8 * inner + 10 * attention, 2 * hidden
-        along = self.layout.tp if self.layout.sequence_parallel else 1
-        return 8 * hidden / along + (6 * inner + 7 * attention) / self.layout.tp, 2 * hidden / along
+        return activation_bytes(self.config, tokens, again, fused=fused and not self.s.model.true_on_policy_mode)
 
     def _recomputed(self, layers: int) -> float:
         p, given = self.s.perf, self.megatron
@@ -322,6 +322,8 @@ class Trainer:
         """What makes a full micro-batch fit into `room` bytes."""
         layers = int(self.config["num_hidden_layers"])
         ways = []
+        if self.resident() < self.bytes() and self.activations(tokens) <= room + self.bytes() - self.resident():
+            ways.append("set --fsdp-shard all")
         if (most := int(room / self.activations(1000) * 1000) // GRAIN * GRAIN) >= GRAIN:
             ways.append(f"lower --max-tokens-per-gpu to {most}")
         if self.activations(tokens, layers) < min(room, self.activations(tokens)):

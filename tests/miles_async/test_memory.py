@@ -91,7 +91,7 @@ def sizes_of(shape: str) -> Sizes:
 
 
 def trainer_of(folder: Path, shape: str, flags: str) -> Trainer:
-    return Trainer(made(folder, flags=f"{ON_GPU} {flags}").settings, sizes_of(shape), config_of(shape))
+    return Trainer(made(folder, flags=f"{ON_GPU} {flags}").settings, sizes_of(shape), config_of(shape), H200)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,6 @@ def trainer_of(folder: Path, shape: str, flags: str) -> Trainer:
     [
         ("0.6b", "--compile off --max-tokens-per-gpu 16384", 45.8),
         ("0.6b", "--max-tokens-per-gpu 16384", 34.5),
-        ("0.6b", "--max-tokens-per-gpu 16384 --actor-num-gpus-per-node 2", 28.0),
         ("4b", "--max-tokens-per-gpu 16384 --gradient-checkpointing --gradient-checkpointing-layers 6", 122.2),
         ("0.6b", "--train-backend megatron --max-tokens-per-gpu 8192", 21.9),
         ("4b", "--train-backend megatron --max-tokens-per-gpu 8192", 100.8),
@@ -110,6 +109,45 @@ def test_peaks_are_estimated_as_they_were_measured(shape: str, flags: str, gib: 
     trainer = trainer_of(tmp_path, shape, flags)
     tokens = trainer.s.perf.max_tokens_per_gpu
     assert (trainer.bytes() + trainer.activations(tokens)) / GIB == pytest.approx(gib, rel=0.04)
+
+
+def test_two_ranks_of_fsdp_need_between_all_shared_and_all_whole(tmp_path: Path) -> None:
+    """Measured, 28.0 GiB, when gradients were held whole and weights gathered layer by layer."""
+    found = []
+    for shared in ("all", "optimizer"):
+        flags = f"--max-tokens-per-gpu 16384 --actor-num-gpus-per-node 2 --fsdp-shard {shared}"
+        trainer = trainer_of(tmp_path, "0.6b", flags)
+        found.append((trainer.bytes() + trainer.activations(16_384)) / GIB)
+    assert found[0] < 28.1 < found[1] and found[1] - found[0] == pytest.approx(0.596 * BILLION / GIB * (6 + 12 / 2 - 16 / 2), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags", "says"),
+    [
+        ("4b", "--compile off --max-tokens-per-gpu 19456", ""),
+        ("30b", "--fsdp-shard optimizer --actor-num-gpus-per-node 8 --global-batch-size 32", r"need 229\.1 GiB .* Set --fsdp-shard all\.$"),
+        ("30b", "--actor-num-gpus-per-node 8 --global-batch-size 32 --max-tokens-per-gpu 64", ""),
+    ],
+)  # fmt: skip
+def test_what_ranks_hold_whole_is_counted(shape: str, flags: str, says: str, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, shape, f"--actor-num-gpus-per-node 2 {flags}")
+    if not says:
+        trainer.check(H200)
+        return
+    with pytest.raises(SettingsError, match=says):
+        trainer.check(H200)
+
+
+def test_a_turn_of_the_trainer_counts_what_its_ranks_hold_whole(tmp_path: Path) -> None:
+    flags = "--colocate --engine sglang --model-dtype bfloat16 --actor-num-gpus-per-node 2 --global-batch-size 32"
+    for shared, says in (("optimizer", r"the trainer's turn .* Set --fsdp-shard all"), ("auto", "")):
+        s = made(tmp_path, flags=f"{flags} --fsdp-shard {shared}").settings
+        trainer = Trainer(s, Sizes(11 * BILLION), {}, H200)
+        if says:
+            with pytest.raises(SettingsError, match=says):
+                fits(s, H200, trainer)
+        else:
+            fits(s, H200, trainer)
 
 
 MEGATRON = "--train-backend megatron --actor-num-gpus-per-node 8"
@@ -177,6 +215,8 @@ def test_activations_are_cut_and_made_again(flags: str, share: float, tmp_path: 
         ("--gradient-checkpointing --compile off", "4b", None),
         ("--no-use-dynamic-batch-size --compile off", "4b", None),
         ("--actor-num-gpus-per-node 2 --compile off", "4b", None),
+        ("--actor-num-gpus-per-node 2 --compile off --fsdp-shard optimizer", "4b",
+         "99.0 GiB of activations beside 44.9 GiB of weights and optimizer state, of 140.4 GiB: set --fsdp-shard all, or lower"),
         ("--debug-rollout-only --compile off", "4b", None),
         ("--train-backend megatron --max-tokens-per-gpu 18432", "4b", "or set --recompute-granularity full"),
     ],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +43,7 @@ SHAPE = {
 
 BatchMaker = Callable[..., StepBatch]
 BackendMaker = Callable[..., TorchBackend]
+STOP_DEADLINE_S = 20
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -124,6 +129,36 @@ def make_backend(models: dict[str, Path]) -> BackendMaker:
         return backend
 
     return make
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[TorchBackend]:
+    """A backend of two ranks over gloo, rank 1 a process of its own, to be set up by each test of a file."""
+    with socket.socket() as port, pytest.MonkeyPatch.context() as env:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", 0))  # not listening: rank 0 can, and nobody else is given it
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        shared["MASTER_PORT"] = str(port.getsockname()[1])
+        follower = subprocess.Popen(
+            [sys.executable, "-m", "actors.trainer.follower"], env={**os.environ, **shared, "RANK": "1"}
+        )
+        backend = TorchBackend()
+        for name, value in {**shared, "RANK": "0"}.items():
+            env.setenv(name, value)
+        try:
+            yield backend
+            backend.close()
+            assert follower.wait(STOP_DEADLINE_S) == 0
+        finally:
+            follower.kill()
+            follower.wait(STOP_DEADLINE_S)
+
+
+def alone(make_backend: BackendMaker, *args: object, **settings: object) -> TorchBackend:
+    """The same in one process, whatever the environment says."""
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv("WORLD_SIZE", "1")
+        return make_backend(*args, **settings)
 
 
 def published(backend: RankedBackend, directory: Path, limit_bytes: int = 1 << 20) -> WeightManifest:

@@ -1,14 +1,12 @@
-"""Two real processes over gloo: rank 0 here, rank 1 a follower. One pair serves all tests of this file."""
+"""Two real processes over gloo: rank 0 here, rank 1 a follower."""
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -30,38 +28,14 @@ from actors.trainer.training.wire import Save, Step, decode, encode
 from bus.errors import CheckpointRefused
 from bus.messages.samples import Picture
 from tests import sights
-from tests.trainer.conftest import backend_config, published, saved, served, state_of
+from tests.trainer.conftest import STOP_DEADLINE_S, alone, backend_config, published, saved, served, state_of
 from tests.trainer.own_core import FULL
 from tests.trainer.test_pictures import batch_of, decoder_of
 
 Batch = Callable[..., StepBatch]
 Config = Callable[..., BackendConfig]
 Backend = Callable[..., TorchBackend]
-STOP_DEADLINE_S = 20
 pytestmark = pytest.mark.timeout(120)  # the first of them starts a process that loads torch
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[TorchBackend]:
-    """A backend of two ranks, to be set up by each test."""
-    with socket.socket() as port, pytest.MonkeyPatch.context() as env:
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        port.bind(("127.0.0.1", 0))  # not listening: rank 0 can, and nobody else is given it
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        shared["MASTER_PORT"] = str(port.getsockname()[1])
-        follower = subprocess.Popen(
-            [sys.executable, "-m", "actors.trainer.follower"], env={**os.environ, **shared, "RANK": "1"}
-        )
-        backend = TorchBackend()
-        for name, value in {**shared, "RANK": "0"}.items():
-            env.setenv(name, value)
-        try:
-            yield backend
-            backend.close()
-            assert follower.wait(STOP_DEADLINE_S) == 0
-        finally:
-            follower.kill()
-            follower.wait(STOP_DEADLINE_S)
 
 
 def gradients(backend: TorchBackend) -> dict[str, torch.Tensor]:
@@ -69,13 +43,6 @@ def gradients(backend: TorchBackend) -> dict[str, torch.Tensor]:
     state = state_of(backend)
     moments = state[OPTIMIZER] | {f"{n}/critic": t for n, t in state[CRITIC_OPTIMIZER].items()}
     return {n.split("/", 1)[1]: t / 0.1 for n, t in moments.items() if n.startswith("exp_avg/")}
-
-
-def alone(make_backend: Backend, *args: object, **settings: object) -> TorchBackend:
-    """The same in one process, whatever the environment says."""
-    with pytest.MonkeyPatch.context() as env:
-        env.setenv("WORLD_SIZE", "1")
-        return make_backend(*args, **settings)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "llama"])

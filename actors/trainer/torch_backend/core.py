@@ -21,6 +21,7 @@ from transformers.utils import logging as hf_logging
 from actors.runtime.run import Refused
 from actors.runtime.vision import Vision, family_of, vision_of
 from actors.trainer.backend import BackendConfig, TorchConfig
+from actors.trainer.batch.memory import SIZES, activation_bytes, gathers
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
 from actors.trainer.torch_backend import attention, experts
@@ -122,10 +123,28 @@ class Core(Passes):
     def _load(self, path: str, *, trainable: bool) -> Policy:
         checkpointing = self.own.gradient_checkpointing and trainable
         policy = load_policy(path, trainable=trainable, gradient_checkpointing=checkpointing)
+        if trainable:
+            self.shards.gathers = self._gathers(policy)
         self._place(policy)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
+
+    def _gathers(self, policy: Policy) -> bool:
+        """Rank 0's word, since the GPUs of hosts may differ."""
+        if self.ranks.alone:
+            return False
+        own, shape = self.own, policy.hf.config.get_text_config().to_dict()
+        trained = sum(p.numel() for p in policy.parameters()) * (2 if self.objective.estimator.critic else 1)
+        kept, size = 0, None
+        if self.config.use_dynamic_batch_size and all(isinstance(shape.get(name), int) for name in SIZES):
+            layers = len(policy.blocks)
+            again = min(own.gradient_checkpointing_layers or layers, layers) if own.gradient_checkpointing else 0
+            kept = activation_bytes(shape, self.config.max_tokens_per_gpu, again, fused=self.compiles)
+        if self.device.type == "cuda":
+            size = torch.cuda.get_device_properties(self.device).total_memory
+        found = gathers(own.fsdp_shard, trained, self.ranks.size, kept, size)
+        return self.ranks.broadcast(b"1" if found else b"0") == b"1"
 
     def _replay(self) -> experts.Replay | None:
         if not mode_of(self.config):
@@ -167,7 +186,8 @@ class Core(Passes):
 
     @property
     def less_memory(self) -> tuple[str, ...]:
-        return () if self.own.gradient_checkpointing else ("set --gradient-checkpointing",)
+        recompute = () if self.own.gradient_checkpointing else ("set --gradient-checkpointing",)
+        return (*recompute, "set --fsdp-shard all") if self.shards.gathers else recompute
 
     def resident(self) -> Iterator[Tensor]:
         critic = self.critic

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors.runtime.vision import Vision
 from actors.trainer.backend import BatchSample
@@ -18,6 +18,7 @@ from actors.trainer.torch_backend.experts import Replay
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.optim import Optimizer, Weights
+from actors.trainer.torch_backend.shards import Shards
 from actors.trainer.torch_backend.sight import Gallery
 from actors.trainer.training.clockwork import Stopwatch
 from actors.trainer.training.routes import Routes
@@ -33,6 +34,7 @@ class Passes(Core):
     critic: CriticTraining | None
     weights: Weights
     optimizer: Optimizer
+    shards: Shards
     compiles: bool  # layers run as torch compiled them
     vision: Vision | None
     """of a model that reads pictures"""
@@ -68,9 +70,11 @@ class Passes(Core):
         model = self._model(which)
         micros = [micro for mine in work for _, micro in mine]
         found = []
-        for micro in micros:  # fetched below: the device gets all its work first
-            with self._routed(micro, records=True) if which == "old_logp" else nullcontext():
-                found.append(model(micro).float())
+        with self.shards.gathered(model):
+            for micro in micros:  # fetched below: the device gets all its work first
+                with self._routed(micro, records=True) if which == "old_logp" else nullcontext():
+                    out = model(micro)
+                    found.append((out if which == "values" else out[0]).float())
         values = torch.zeros(packed.response_tokens)
         for micro, logp in zip(micros, found, strict=True):
             values[torch.from_numpy(micro.response_slots)] = logp.cpu()
@@ -84,13 +88,12 @@ class Passes(Core):
             return self.replay.recording(micro.routing, micro.input_ids.shape[1])
         return self.replay.playing(micro.routing)
 
-    def _model(self, which: str) -> Callable[[MicroBatch], Tensor]:
-        if which == "values":
-            assert self.critic is not None
-            return self.critic.model
-        policy = {"old_logp": self.policy, "ref_logp": self.reference, "teacher_logp": self.teacher}[which]
-        assert policy is not None
-        return lambda micro: policy(micro)[0]
+    def _model(self, which: str) -> nn.Module:
+        critic = self.critic.model if self.critic else None
+        others = {"ref_logp": self.reference, "teacher_logp": self.teacher, "values": critic}
+        model = self.policy if which == "old_logp" else others[which]
+        assert model is not None
+        return model
 
     def own_weights(self) -> Mapping[str, Tensor]:
         return self.policy.named_weights()
@@ -102,17 +105,21 @@ class Passes(Core):
     ) -> None:
         for weights, _ in self._learners(learns).values():
             weights.clear()
-        for k, (ids, micro) in enumerate(work):
-            self._sync_gradients(k == len(work) - 1)
-            with self._routed(micro):
-                with watch.phase("forward"), torch.set_grad_enabled(learns):
-                    loss = policy(ids, *self.policy(micro, entropy_gradient))
-                if learns:
-                    with watch.phase("backward"):
-                        loss.backward()
-            if self.critic is not None:
-                with watch.phase("critic"):
-                    value(ids, self.critic.model(micro)).backward()
+        with self.shards.gathered(*self._trained()):
+            for k, (ids, micro) in enumerate(work):
+                self._sync_gradients(k == len(work) - 1)
+                with self._routed(micro):
+                    with watch.phase("forward"), torch.set_grad_enabled(learns):
+                        loss = policy(ids, *self.policy(micro, entropy_gradient))
+                    if learns:
+                        with watch.phase("backward"):
+                            loss.backward()
+                if self.critic is not None:
+                    with watch.phase("critic"):
+                        value(ids, self.critic.model(micro)).backward()
+
+    def _trained(self) -> tuple[nn.Module, ...]:
+        return (self.policy,) if self.critic is None else (self.policy, self.critic.model)
 
     def _learners(self, policy_learns: bool) -> dict[str, tuple[Weights, Optimizer]]:
         """By the metric of their gradient norm."""
@@ -122,10 +129,11 @@ class Passes(Core):
         return found
 
     def _sync_gradients(self, now: bool) -> None:
-        """Whether the next backward ends in a sum over ranks; earlier micro-batches of a step add up locally."""
-        if not self.ranks.alone:
+        """Whether the next backward ends in a sum over ranks. Where gradients are held whole, those of earlier micro-batches add up
+        locally."""
+        if self.shards.gathers:
             sharded: Any
-            for sharded in (self.policy,) if self.critic is None else (self.policy, self.critic.model):
+            for sharded in self._trained():
                 sharded.set_requires_gradient_sync(now)
                 sharded.set_is_last_backward(now)
 

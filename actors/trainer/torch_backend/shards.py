@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from actors.trainer.training.ranks import Ranks
 
 
 class Shards:
-    """One dimension, over which everything is sharded; `ranks` must be connected."""
+    """One dimension, over which everything is sharded; `ranks` must be connected.
+
+    `gathers`, to be set before `shard`: within a pass each rank keeps the weights that it has gathered, and adds up gradients until
+    the last micro-batch, so a pass gathers once and a step reduces once. Otherwise every micro-batch gathers and reduces layer by
+    layer: less memory, but a small model then waits for the host that launches all that. Always true: between passes everything is
+    sharded."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.gathers = False
         self._rank = ranks.rank
         self._mesh: DeviceMesh | None = None if ranks.alone else init_device_mesh(device.type, (ranks.size,))
 
@@ -28,7 +36,21 @@ class Shards:
         blocks: Any = module.blocks
         for block in blocks:
             fully_shard(block, mesh=self._mesh, mp_policy=precision)
-        fully_shard(module, mesh=self._mesh, mp_policy=precision)
+        sharded: Any = fully_shard(module, mesh=self._mesh, mp_policy=precision)
+        if self.gathers:
+            sharded.set_reshard_after_forward(False)
+            sharded.set_reshard_after_backward(False)
+
+    @contextmanager
+    def gathered(self, *modules: nn.Module) -> Iterator[None]:
+        """A pass of these modules over micro-batches. After it their parameters are the sharded ones again: FSDP itself leaves what
+        it gathered last where no backward follows."""
+        try:
+            yield
+        finally:
+            for part in (part for module in modules for part in module.modules()):
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
     def whole(self, x: Tensor, dtype: torch.dtype, *, live: bool = False) -> Tensor | None:
         """A copy of `x` on the CPU in `dtype`, whole; None on other ranks than 0. Every rank must call it. `live`: where it

@@ -35,6 +35,15 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             ge=0, ours=True,
         ),
     ] = 0
+    fsdp_shard: Annotated[
+        Literal["auto", "all", "optimizer"],
+        doc(
+            "What several ranks of the torch backend share among them. all: weights, gradients and the optimizer's state, gathered "
+            "and reduced layer by layer for every micro-batch. optimizer: its state and the float32 weights; each GPU holds the "
+            "computing weights and the gradients whole in a step (6 bytes a parameter), gathers once a pass and reduces once a "
+            "step. auto: optimizer where that fits beside the activations, by estimate.", ours=True
+        ),
+    ] = "auto"
     compile: Annotated[
         Literal["auto", "on", "off"],
         doc(
