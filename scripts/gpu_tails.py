@@ -7,8 +7,8 @@
                                                             lengths are geometric, 32 groups of 8, 384 samples at once
     python scripts/gpu_tails.py --task long --out DIR       DIR/long.json: configs/long.toml to 85 % of the held-out problems
 
-Variants of tails (--variants, which are run in the order given): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound 2;
-e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked; f, g as b, d with keys and values of 8
+Variants of tails (--variants, run in the order given): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound
+2; e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked; f, g as b, d with keys and values of 8
 bits (a server of their own). Of long: bounds 0, 2, 4 by seed.
 All runs share one server, whose boot would cost as much as a run (gpu_tails_run.py); a run that fails gets the next one a
 server of its own. The budget is divided among the runs; one that outlasts its part is ended and its steps so far count.

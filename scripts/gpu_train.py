@@ -55,8 +55,8 @@ def cases(a: argparse.Namespace) -> list[dict[str, Any]]:
         found.append({"name": f"before-{large}", "shape": large, "lengths": [EQUAL], "code": a.before, "settings": again})
     if a.device == "cuda" and a.ranks > 1:
         found.insert(2, {"name": "two-ranks", "shape": first, "lengths": [EQUAL, VARIED], "ranks": 2})
-        found.insert(3, {"name": "two-ranks-recomputed", "shape": first, "lengths": [EQUAL], "ranks": 2, "profile": True, "parts": 16,
-                         "settings": {"gradient_checkpointing": True}})  # fmt: skip
+        found.insert(3, {"name": "two-ranks-recomputed", "shape": first, "lengths": [EQUAL], "ranks": 2, "profile": True,
+                         "parts": 16, "settings": {"gradient_checkpointing": True}})  # fmt: skip
     for case in found:
         case |= {"device": a.device, "tokens": a.tokens}
     return [case for case in found if not a.only or case["name"] in a.only]

@@ -118,14 +118,16 @@ def test_two_ranks_of_fsdp_need_between_all_shared_and_all_whole(tmp_path: Path)
         flags = f"--max-tokens-per-gpu 16384 --actor-num-gpus-per-node 2 --fsdp-shard {shared}"
         trainer = trainer_of(tmp_path, "0.6b", flags)
         found.append((trainer.bytes() + trainer.activations(16_384)) / GIB)
-    assert found[0] < 28.1 < found[1] and found[1] - found[0] == pytest.approx(0.596 * BILLION / GIB * (6 + 12 / 2 - 16 / 2), rel=1e-3)
+    assert found[0] < 28.1 < found[1]
+    assert found[1] - found[0] == pytest.approx(0.596 * BILLION / GIB * (6 + 12 / 2 - 16 / 2), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("shape", "flags", "says"),
     [
         ("4b", "--compile off --max-tokens-per-gpu 19456", ""),
-        ("30b", "--fsdp-shard optimizer --actor-num-gpus-per-node 8 --global-batch-size 32", r"need 229\.1 GiB .* Set --fsdp-shard all\.$"),
+        ("30b", "--fsdp-shard optimizer --actor-num-gpus-per-node 8 --global-batch-size 32",
+         r"need 229\.1 GiB .* Set --fsdp-shard all\.$"),
         ("30b", "--actor-num-gpus-per-node 8 --global-batch-size 32 --max-tokens-per-gpu 64", ""),
     ],
 )  # fmt: skip
