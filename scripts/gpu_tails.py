@@ -238,7 +238,7 @@ async def tails(b: Bench) -> None:
         *("--update-weight-buffer-size", str(2 << 30)),
     ]
     if a.engine == "sglang":
-        words += ["--model-dtype", "bfloat16", "--max-tokens-per-gpu", "32768"]
+        words += ["--model-dtype", "bfloat16", "--max-tokens-per-gpu", "16384"]
     chosen = {name: _tails(a.slots)[name] for name in a.variants}
     runs: dict[str, Any] = {}
     failed: dict[str, str] = {}
