@@ -40,7 +40,7 @@ ONE = ("num_distributed_optimizer_instances",)
 """Numbers of which 1 is off."""
 OF_TORCH = (
     ("compile", "auto", "Leave it out: layers of Megatron run as Transformer Engine has them."),
-    ("fsdp_shard", "auto", "Set use_distributed_optimizer for that, or leave it out."),
+    ("fsdp_shard", "auto", "Write --use-distributed-optimizer for that, or leave it out."),
     ("attn_implementation", "auto", "Write --attention-backend flash, fused or unfused instead."),
 )
 """Setting that the torch backend alone reads, what it is when nobody gives it, and what to do."""

@@ -143,8 +143,10 @@ class Core(Passes):
             kept = activation_bytes(shape, self.config.max_tokens_per_gpu, again, fused=self.compiles)
         if self.device.type == "cuda":
             size = torch.cuda.get_device_properties(self.device).total_memory
-        found = gathers(own.fsdp_shard, trained, self.ranks.size, kept, size)
-        return self.ranks.broadcast(b"1" if found else b"0") == b"1"
+        own_word = b"1" if gathers(own.fsdp_shard, trained, self.ranks.size, kept, size) else b"0"
+        found = self.ranks.broadcast(own_word) == b"1"
+        log.info("FSDP over %d ranks, --fsdp-shard %s", self.ranks.size, "optimizer" if found else "all")
+        return found
 
     def _replay(self) -> experts.Replay | None:
         if not mode_of(self.config):
