@@ -164,7 +164,7 @@ class Worker:
             sharing.look()
             if sharing.is_to_boot() and link.absent:
                 with self._context.waiting(BOOTING):
-                    await link.boot(once())
+                    await self._boot(once())
             if sharing.aside:
                 self._changed.clear()
                 with self._context.waiting(sharing.waits_for, first=sharing.lent):
@@ -174,7 +174,7 @@ class Worker:
             if link.absent:
                 self._changed.clear()
                 with self._context.waiting(BOOTING):
-                    await self._boot()
+                    await self._boot(lambda: sharing.aside, unwanted=lambda: sharing.recalled)
                 if link.absent:  # draining, or the trainer's turn came in between
                     await self._until_changed()
                 continue
@@ -194,16 +194,14 @@ class Worker:
             if self._order is None and not link.absent and not sharing.aside and not stop.is_set():
                 await self._until_changed()
 
-    async def _boot(self) -> None:
-        """The trainer waits for the end of a boot in our turn, unless it lent us the GPU: then the boot ends."""
-        link, sharing = self._link, self._sharing
-        if not sharing.lent:
-            await link.boot(lambda: sharing.aside)
-            return
+    async def _boot(self, given_up: Callable[[], bool], unwanted: Callable[[], bool] = lambda: False) -> None:
+        """A boot takes minutes: it ends with the run, and when it is `unwanted` (a lent GPU is wanted back). In our own turn the
+        trainer waits for its end."""
+        link = self._link
         async with asyncio.TaskGroup() as tasks:
-            boot = tasks.create_task(link.boot(lambda: sharing.aside))
+            boot = tasks.create_task(link.boot(given_up))
             boot.add_done_callback(lambda _: self._changed.set())
-            while not boot.done() and not sharing.recalled:
+            while not (boot.done() or self._context.draining.is_set() or unwanted()):
                 self._changed.clear()
                 await self._until_changed()
             boot.cancel()

@@ -36,7 +36,7 @@ GREEDY = {"temperature": 0.0}
 SAMPLED = ({"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20})
 """Ways to choose a token. FlashInfer compiles its kernels when a first batch needs them, and no token comes meanwhile. That may
 only happen while the server boots: greedy evaluation beside sampled training would be such a batch."""
-COMPILING_S = 10.0
+COMPILING, COMPILING_S = "engine compiles", 10.0
 COMPILES = "greedy tokens come, sampled ones not yet: SGLang compiles kernels at the first batch that needs them, and keeps them"
 DEVICES = Path("/dev")  # nvidia0, nvidia1, ...: the GPUs of this host; none where another driver names them
 _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, not of a server with GPUs
@@ -196,7 +196,7 @@ class SGLangServer:
             tokens = asyncio.gather(*(_json(http, "POST", f"{url}/generate", _one_token(w), patient) for w in SAMPLED))
             try:
                 if not (await asyncio.wait((tokens,), timeout=self._compiling_s))[0]:
-                    await self._report("engine compiles", f"{COMPILES} (boot folder: {record.folder})", "info")
+                    await self._report(COMPILING, f"{COMPILES} (boot folder: {record.folder})", "info")
                 await tokens
             finally:
                 tokens.cancel()  # the boot may be over first

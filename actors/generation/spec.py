@@ -12,7 +12,7 @@ from actors.generation.engine import Engine
 from actors.generation.link import EngineLink
 from actors.generation.process import EngineProcess, EngineServer
 from actors.generation.sglang_args import SEES_ANEW, UNEQUAL_GPUS, default_command, server_args
-from actors.generation.sglang_server import SGLangServer
+from actors.generation.sglang_server import COMPILING, SGLangServer
 from actors.generation.supply import Supply
 from actors.runtime.child import ArgValue, Child, flag_name
 from actors.runtime.context import Context
@@ -163,6 +163,7 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
         return None
 
     async def report(kind: str, text: str, level: Literal["info", "warning"]) -> None:
+        context.note = "SGLang compiles kernels, once on a machine" if kind == COMPILING else ""  # until it has joined
         await context.event(kind, text, level=level)
 
     return SGLangServer(

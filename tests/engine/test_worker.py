@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from actors.generation.actor import Worker
 from actors.generation.attach import Attached
+from actors.generation.sglang_server import SGLangServer
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from actors.runtime.run import Refused
 from bus import Out
 from bus.messages.active import PolicyActive, Seat, Send
-from bus.messages.control import Event
+from bus.messages.control import BOOTING, Event
 from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import open_bus, running, until
 from tests.engine.conftest import engine_process
@@ -127,6 +129,33 @@ async def test_a_flag_that_the_server_does_not_know_is_told_once_and_for_all(
     assert "unrecognized arguments: --wrong" in text and "Correct or leave out the flag." in text
     assert [event.text for event in told] == [text]
     assert len(list((tmp_path / "engines" / "generation-0").glob("boot.*"))) == 1
+
+
+async def test_a_worker_says_that_its_engine_compiles_and_does_not_keep_a_run_that_ends(
+    redis_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first start on a machine takes minutes. `the engine to boot` alone told nobody why, and a stop waited for it as long as for
+    answers under way."""
+    (plan := tmp_path / "plan.json").write_text("[]")
+    (tmp_path / "plan.json.compiling").touch()
+    monkeypatch.setenv("FAKE_SGLANG", str(plan))
+    monkeypatch.setitem(SGLangServer.__init__.__kwdefaults__, "compiling_s", 0.05)
+    fake = Path(__file__).parents[1] / "actors" / "fake_sglang.py"
+    spec = GenerationSpec(engine="sglang", server_command=(sys.executable, str(fake)))
+
+    async def body(context: Context, given: GenerationSpec) -> None:
+        await Worker(context, given).run()
+
+    async with open_bus(redis_url, run_name) as bus, running(bus, "generation-0", body, spec, run_dir=str(tmp_path)) as context:
+
+        async def says() -> bool:
+            vitals = context.vitals()
+            return vitals.waits_for == BOOTING and "compiles kernels" in vitals.note
+
+        await until(says)
+        await until(lambda: events(bus, "engine compiles"))
+        [engine] = [child for child in psutil.Process().children(recursive=True) if str(fake) in child.cmdline()]
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
 async def test_an_engine_of_another_model_is_not_attached(

@@ -173,13 +173,14 @@ async def test_before_the_first_step_plain_output_says_what_is_waited_for(redis_
     async with Bus(config(redis_url, run_name)) as bus:
         story, out = Story(bus), io.StringIO()
         await story.begin()
-        await story.alive(vitals("generation-0", "generation", state="starting", waits_for="the engine to boot"))
+        boots = {"waits_for": "the engine to boot", "note": "SGLang compiles"}
+        await story.alive(vitals("generation-0", "generation", state="starting", **boots))
         reads = {"waits_for": "the prompts of x.jsonl to be read", "note": "my.rows gave 3 rows so far"}
         await story.alive(vitals("sampler", state="waiting", waits_since=time.time(), **reads))
         await show(bus, tmp_path, "plain", out, until=lambda: "no step yet" in out.getvalue())
         said = next(line for line in out.getvalue().splitlines() if line.startswith("no step yet after"))
         assert "sampler waiting the prompts of x.jsonl to be read (my.rows gave 3 rows so far); generation-0 starting" in said
-        assert "generation-0 starting the engine to boot; generation-1 running; trainer running" in said
+        assert "generation-0 starting the engine to boot (SGLang compiles); generation-1 running; trainer running" in said
         await story.say(POLICY, step_done(1))
         await show(bus, tmp_path, "plain", out, until=lambda: "step 1/10" in out.getvalue())
         assert out.getvalue().rstrip().splitlines()[-1].startswith("step 1/10"), "and no more once there is one"
