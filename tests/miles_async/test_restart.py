@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from actors.runtime.child import log_tail
-from actors.runtime.run import EXIT_BUS_GONE, EXIT_DONE, EXIT_DRAINED
+from actors.runtime.run import EXIT_BUS_GONE, EXIT_DONE, EXIT_DRAINED, EXIT_REFUSED
 from bus import BusConfig, SystemClock
 from miles_async.launcher.local import LocalPlacer
 from miles_async.launcher.restart import FIRST_PAUSE_S, LONGEST_PAUSE_S, QUICK_S, Ending, Verdict, judge_exit
@@ -90,6 +90,7 @@ class Scripted:
 
     def __init__(self, codes: list[int]) -> None:
         self.codes, self.starts = codes, 0
+        self.words: dict[int, str] = {}
         self.notes: list[tuple[str, str]] = []
 
     def add(self, spec: Any) -> None: ...
@@ -100,7 +101,8 @@ class Scripted:
         self.starts += 1
 
     async def end_of(self, spec: Any, process: Any) -> End:
-        return End(self.codes.pop(0), ["its last words"], "a.log")
+        code = self.codes.pop(0)
+        return End(code, [self.words.get(code, "its last words")], "a.log")
 
 
 async def test_an_actor_that_somebody_asked_to_end_starts_again_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +114,24 @@ async def test_an_actor_that_somebody_asked_to_end_starts_again_while_the_run_go
     await supervisor.watch(supervisor.kept["filter"])
     assert placer.starts == 10 and len(placer.notes) == 9
     assert placer.notes[0] == ("restart", "filter was asked to end (SIGTERM), and drained; the run goes on: restarting")
+
+
+@pytest.mark.parametrize(
+    ("codes", "before"),
+    [([CRASHED, EXIT_REFUSED], r" Before that it ended with status 70: step 2 does not fit\."), ([EXIT_REFUSED], "")],
+)
+async def test_who_refuses_to_start_again_is_told_with_what_ended_it(codes: list[int], before: str) -> None:
+    """Without checkpoints a trainer that ran out of memory could only say that its weights were lost."""
+    placer = Scripted(list(codes))
+    placer.words = {CRASHED: "step 2 does not fit", EXIT_REFUSED: "its weights are lost."}
+
+    async def furthest() -> int:
+        return 1
+
+    supervisor = Supervisor(cast(Any, placer), SystemClock(), budget=BUDGET, furthest=furthest)
+    supervisor.add(actor_of(name="trainer", role="trainer", bus=BusConfig(url="redis://nowhere", run="r")))
+    with pytest.raises(RunFailed, match=rf"^trainer refused to start: its weights are lost\.{before} Log: a\.log$"):
+        await supervisor.watch(supervisor.kept["trainer"])
 
 
 def test_an_actor_that_others_stand_in_for_is_tried_again_after_growing_pauses() -> None:
