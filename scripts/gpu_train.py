@@ -55,8 +55,10 @@ def cases(a: argparse.Namespace) -> list[dict[str, Any]]:
         found.append({"name": f"before-{large}", "shape": large, "lengths": [EQUAL], "code": a.before, "settings": again})
     if a.device == "cuda" and a.ranks > 1:
         found.insert(2, {"name": "two-ranks", "shape": first, "lengths": [EQUAL, VARIED], "ranks": 2})
-        found.insert(3, {"name": "two-ranks-recomputed", "shape": first, "lengths": [EQUAL], "ranks": 2, "profile": True,
-                         "parts": 16, "settings": {"gradient_checkpointing": True}})  # fmt: skip
+        for shared in ("all", "optimizer"):  # as launch scripts have it: many micro-batches, layers computed again
+            settings = {"gradient_checkpointing": True, "fsdp_shard": shared}
+            found.append({"name": f"two-ranks-{shared}", "shape": first, "lengths": [EQUAL], "ranks": 2, "parts": 16,
+                          "settings": settings})  # fmt: skip
     for case in found:
         case |= {"device": a.device, "tokens": a.tokens}
     return [case for case in found if not a.only or case["name"] in a.only]
