@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from actors.runtime.snapshot import ActorFacts
-from bus.messages.control import CREDITS, ENGINE_SLOTS, READING, UNLENT
+from bus.messages.control import BOOTING, CREDITS, ENGINE_SLOTS, READING, UNLENT
 from bus.topology import STREAMS
 from miles_async.console.places import Incomplete
 from miles_async.console.scene import Scene
@@ -72,6 +72,8 @@ def because(actor: ActorFacts, scene: Scene) -> str:
             return f": {open_text(scene)}; a slot comes free when a group is dropped, or trained and its version active"
         case "generation" if vitals.waits_for == "a current version":
             return f": {announced}" if policy.announced >= 0 else ": the trainer has announced none yet"
+        case "generation" if vitals.waits_for == BOOTING:
+            return f": {vitals.note}" if vitals.note else ""
         case "generation" if vitals.waits_for == UNLENT:
             return ": it needs them, or no wait of its is long enough"
         case "generation" if vitals.waits_for.startswith(TURN_WAIT):

@@ -152,13 +152,14 @@ async def test_long_waits_are_told_and_idle_ones_are_not(redis_url, run_name):
         await story.whole()
         ago = bus.clock.wall() - 300
         await story.alive(
-            vitals("generation-0", "generation", version=2, waits_for="the engine to boot", waits_since=ago)
+            vitals("generation-0", "generation", version=2, waits_for="the engine to boot", waits_since=ago, note="SGLang compiles")
         )
         await story.alive(vitals("reward", waits_for="an entry of rollouts", waits_since=ago))
         await story.alive(vitals("router", waits_for="requests", waits_since=ago))
         found = [f for f in diagnose(await read_scene(bus)) if f.rule == "long wait"]
     assert [f.about for f in found] == ["generation-0"]
-    assert re.match(r"generation-0 has waited 5:\d\d for the engine to boot", found[0].text)  # by the server's clock, which goes on
+    # by the server's clock, which goes on
+    assert re.fullmatch(r"generation-0 has waited 5:\d\d for the engine to boot: SGLang compiles", found[0].text)
 
 
 async def test_dead_letters_are_told(redis_url, run_name):
