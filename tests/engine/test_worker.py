@@ -154,7 +154,8 @@ async def test_a_worker_says_that_its_engine_compiles_and_does_not_keep_a_run_th
 
         await until(says)
         await until(lambda: events(bus, "engine compiles"))
-        [engine] = [child for child in psutil.Process().children(recursive=True) if str(fake) in child.cmdline()]
+        ours = {child.pid for child in psutil.Process().children(recursive=True)}
+        [engine] = [p for p in psutil.process_iter(["cmdline"]) if p.pid in ours and str(fake) in (p.info["cmdline"] or ())]
     assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
