@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from actors.runtime.run import Refused
-from actors.trainer.batch.memory import GATHERED_BYTES, SHARED_BYTES, SIZES, activation_bytes, gathers
+from actors.trainer.batch.memory import GATHERED_BYTES, SHARED_BYTES, SIZES, activation_bytes, gathers, recomputed
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.layout import Layout, Shape, layout_of, refusals
@@ -279,10 +279,10 @@ class Trainer:
         longest = r.rollout_max_context_len or r.rollout_max_response_len + (r.rollout_max_prompt_len or r.rollout_max_response_len)
         return int(min(p.max_tokens_per_gpu, longest * -(-self.s.flat.global_batch_size // self.s.flat.data_ranks)))
 
-    def activations(self, tokens: int, recomputed: float | None = None) -> int:
-        """Bytes that the layers keep of `tokens` tokens of a rank for the backward pass. `recomputed`: layers of which only the
+    def activations(self, tokens: int, again: float | None = None) -> int:
+        """Bytes that the layers keep of `tokens` tokens of a rank for the backward pass. `again`: layers of which only the
         input is kept; None: as the settings say."""
-        again = self._recomputed(int(self.config["num_hidden_layers"])) if recomputed is None else recomputed
+        again = self._recomputed(int(self.config["num_hidden_layers"])) if again is None else again
         p, layout = self.s.perf, self.layout
         # A pipeline's first stage holds as many micro-batches as there are stages, of its part of the layers each.
         flight = 1 + (layout.pp - 1) / (layout.pp * layout.vpp) if layout.vpp > 1 else 1.0
@@ -295,8 +295,7 @@ class Trainer:
     def _recomputed(self, layers: int) -> float:
         p, given = self.s.perf, self.megatron
         if self.s.flat.train_backend != "megatron":
-            some = p.gradient_checkpointing_layers or layers
-            return min(some, layers) if p.gradient_checkpointing else 0
+            return recomputed(layers, p.gradient_checkpointing, p.gradient_checkpointing_layers)
         if given.get("recompute_granularity", "full" if p.gradient_checkpointing else None) != "full":
             return 0
         some = int(given.get("recompute_num_layers") or 1) * self.layout.pp * self.layout.vpp

@@ -98,7 +98,6 @@ class Kept:
     spec: ActorSpec
     process: Process | None = None
     failures: list[Ending] = field(default_factory=list)
-    failed: str = ""  # how it ended last, before it was started again
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Nobody starts it again, and its process has ended."""
 
@@ -144,6 +143,7 @@ class Supervisor:
 
     async def _keep(self, kept: Kept) -> None:
         name, role = kept.spec.name, kept.spec.role
+        failed = ""  # how the life before this one failed
         while await self._unless_stopping(self._placer.place(kept.spec)):
             began = self._clock.monotonic()
             try:
@@ -154,6 +154,7 @@ class Supervisor:
             if self._stopping.is_set():  # asked to drain while it started
                 kept.process.ask_to_end()
             end = await self._placer.end_of(kept.spec, kept.process)
+            before, failed = failed, ""
             if self._stopping.is_set():
                 return
             if end.moved:
@@ -177,14 +178,14 @@ class Supervisor:
                 status = end.code if end.code in (EXIT_REFUSED, EXIT_BUS_BACK) else 1
                 if end.code == EXIT_BUS_BACK:
                     raise RunFailed(cause, status=status)
-                before = f" Before that it {kept.failed}." if kept.failed and end.code == EXIT_REFUSED else ""
-                raise RunFailed(f"{verdict.reason}: {cause.rstrip('.')}.{before} Log: {end.log}", status=status)
+                also = f" Before that it {before}." if before and end.code == EXIT_REFUSED else ""
+                raise RunFailed(f"{verdict.reason}: {cause.rstrip('.')}.{also} Log: {end.log}", status=status)
             text = f"{name} {describe_exit(end.code)} after {now - began:.1f} s: {cause}; restarting"
             if verdict.action == "pause":
                 ending = replace(ending, pause_s=verdict.after_s)
                 text = f"{verdict.reason}: {cause}; tried again in {verdict.after_s:.0f} s, the run goes on without it"
             kept.failures = [*kept.failures[-64:], ending]
-            kept.failed = f"{describe_exit(end.code)}: {cause.rstrip('.')}"
+            failed = f"{describe_exit(end.code)}: {cause.rstrip('.')}"
             self.notes.append(("restart", text))
             await self._pause(verdict.after_s)
 

@@ -118,10 +118,17 @@ async def test_an_actor_that_somebody_asked_to_end_starts_again_while_the_run_go
 
 @pytest.mark.parametrize(
     ("codes", "before"),
-    [([CRASHED, EXIT_REFUSED], r" Before that it ended with status 70: step 2 does not fit\."), ([EXIT_REFUSED], "")],
+    [
+        ([CRASHED, EXIT_REFUSED], r" Before that it ended with status 70: step 2 does not fit\."),
+        ([CRASHED, EXIT_DRAINED, EXIT_REFUSED], ""),  # the life before this one did not fail
+        ([EXIT_REFUSED], ""),
+    ],
 )
-async def test_who_refuses_to_start_again_is_told_with_what_ended_it(codes: list[int], before: str) -> None:
+async def test_who_refuses_to_start_again_is_told_with_what_ended_it(
+    codes: list[int], before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without checkpoints a trainer that ran out of memory could only say that its weights were lost."""
+    monkeypatch.setattr("miles_async.launcher.supervisor.AGAIN_S", 0.0)
     placer = Scripted(list(codes))
     placer.words = {CRASHED: "step 2 does not fit", EXIT_REFUSED: "its weights are lost."}
 

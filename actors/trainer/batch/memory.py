@@ -12,7 +12,7 @@ SHARED_BYTES = 12  # ... and of one that ranks share: the float32 weight and two
 FULL = 0.8  # of a GPU, that an estimate may fill; the rest is for what is not counted
 
 
-def layer_bytes(config: Mapping[str, Any], *, fused: bool, tp: int = 1, along: int = 1) -> tuple[float, float]:
+def _layer_bytes(config: Mapping[str, Any], *, fused: bool, tp: int = 1, along: int = 1) -> tuple[float, float]:
     """Bytes that a layer keeps of one token for the backward pass: in all, and of its input alone. config: config.json of a
     decoder. `fused`: compiled layers or Transformer Engine's. `along`: ranks that share what is between matrices. The factors give
     the peaks that were measured on H200s, within 4 %: uncompiled torch, torch's compiled layers and Transformer Engine's
@@ -32,9 +32,14 @@ def activation_bytes(
 ) -> int:
     """Of `tokens` tokens in all layers. `recomputed`: layers of which only the input is kept. `flight`: micro-batches under way."""
     layers = int(config["num_hidden_layers"])
-    whole, inputs = layer_bytes(config, fused=fused, tp=tp, along=along)
+    whole, inputs = _layer_bytes(config, fused=fused, tp=tp, along=along)
     kept = flight * ((layers - recomputed) * whole + recomputed * inputs)
     return int(tokens * (kept + (whole if recomputed == layers else 0)))
+
+
+def recomputed(layers: int, checkpointing: bool, first: int) -> int:
+    """Of so many layers those whose input alone is kept: the `first`, 0 for all, where the torch backend checkpoints."""
+    return min(first or layers, layers) if checkpointing else 0
 
 
 def gathers(fsdp_shard: str, trained: int, ranks: int, activations: int, gpu_bytes: int | None) -> bool:

@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from actors.runtime.run import Refused
 from actors.runtime.vision import Vision, family_of, vision_of
 from actors.trainer.backend import BackendConfig, TorchConfig
-from actors.trainer.batch.memory import SIZES, activation_bytes, gathers
+from actors.trainer.batch.memory import SIZES, activation_bytes, gathers, recomputed
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
 from actors.trainer.torch_backend import attention, experts
@@ -138,13 +138,12 @@ class Core(Passes):
         trained = sum(p.numel() for p in policy.parameters()) * (2 if self.objective.estimator.critic else 1)
         kept, size = 0, None
         if self.config.use_dynamic_batch_size and all(isinstance(shape.get(name), int) for name in SIZES):
-            layers = len(policy.blocks)
-            again = min(own.gradient_checkpointing_layers or layers, layers) if own.gradient_checkpointing else 0
+            again = recomputed(len(policy.blocks), own.gradient_checkpointing, own.gradient_checkpointing_layers)
             kept = activation_bytes(shape, self.config.max_tokens_per_gpu, again, fused=self.compiles)
         if self.device.type == "cuda":
             size = torch.cuda.get_device_properties(self.device).total_memory
-        own_word = b"1" if gathers(own.fsdp_shard, trained, self.ranks.size, kept, size) else b"0"
-        found = self.ranks.broadcast(own_word) == b"1"
+        mine = gathers(own.fsdp_shard, trained, self.ranks.size, kept, size)
+        found = self.ranks.broadcast(b"1" if mine else b"0") == b"1"
         log.info("FSDP over %d ranks, --fsdp-shard %s", self.ranks.size, "optimizer" if found else "all")
         return found
 

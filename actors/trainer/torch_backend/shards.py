@@ -20,8 +20,7 @@ class Shards:
 
     `gathers`, to be set before `shard`: within a pass each rank keeps the weights that it has gathered, and adds up gradients until
     the last micro-batch, so a pass gathers once and a step reduces once. Otherwise every micro-batch gathers and reduces layer by
-    layer: less memory, but a small model then waits for the host that launches all that. Always true: between passes everything is
-    sharded."""
+    layer: less memory, many more collectives. Always true: between passes everything is sharded."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.gathers = False
