@@ -46,6 +46,7 @@ from actors.runtime.staleness import Rule
 
 BATCH, GROUP = 32, 8
 ALL_ADMITTED = ("--over-sampling-batch-size", "0")  # instead of what the file of long says
+DRAIN = 6  # last steps of a run, which no prompt follows: never counted (the highest bound and one, and one to spare)
 ENDING_S = 12.0  # of a run that is told to end
 
 
@@ -231,7 +232,7 @@ async def tails(b: Bench) -> None:
     ids = read.stop_ids(a.mean_tokens, a.new_tokens, int((parts.QWEN3 | parts.SHAPES[a.shape])["vocab_size"]))
     words = [
         *("--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--input-key", "prompt", "--label-key", "label"),
-        *("--rm-type", "deterministic_random", "--num-rollout", str(a.warm + a.steps), "--use-tis"),
+        *("--rm-type", "deterministic_random", "--num-rollout", str(a.warm + a.steps + DRAIN), "--use-tis"),
         *("--rollout-batch-size", str(BATCH), "--n-samples-per-prompt", str(GROUP)),
         *("--rollout-max-response-len", str(a.new_tokens), "--rollout-stop-token-ids", *map(str, ids)),
         *("--update-weight-transport", "nccl", "--pause-generation-mode", "in_place"),
@@ -250,11 +251,11 @@ async def tails(b: Bench) -> None:
         url, facts = await b.server(model, a.slots, fused=a.fused and not run.before, **flags)
         limit_s = min(share_s, b.left_s - ENDING_S)
         ended = await b.run(name, run, [*words, *_external(url), *run.flags], facts, limit_s)
-        found = read.figures(b.metrics(name), warm=a.warm)
+        found = read.figures(b.metrics(name), warm=a.warm, steps=a.steps)
         if not found:
             raise RuntimeError(f"variant {name}: {ended}: {_tail(b.out / f'{name}.log')}")
         runs[name] = ended | found | {"running": read.running(facts["log"], found["window"])}
-        seen[name] = read.seen_by_model(b.metrics(name), slots=a.slots, warm=a.warm)
+        seen[name] = read.seen_by_model(b.metrics(name), slots=a.slots, warm=a.warm, steps=a.steps)
 
     def save() -> None:
         setups = {name: (run.rule, run.bound, run.cap) for name, run in chosen.items()}

@@ -41,8 +41,8 @@ def stop_ids(mean: float, most: int, vocab: int) -> list[int]:
     return sorted(random.Random(0).sample(range(vocab // 8, vocab), max(1, round(vocab / low))))
 
 
-def figures(metrics: Path, *, warm: int) -> dict[str, Any]:
-    """Of the steps after the first `warm`; {} where there are fewer than three of them.
+def figures(metrics: Path, *, warm: int, steps: int) -> dict[str, Any]:
+    """Of at most `steps` steps after the first `warm`; {} where there are fewer than three of them.
 
     `masked`: share of the response tokens of these steps' batches that had no gradient, for whatever reason; `dropped`: groups
     by reason over these steps; `ledger`: tokens by account over the whole run, where it ended by itself."""
@@ -50,19 +50,19 @@ def figures(metrics: Path, *, warm: int) -> dict[str, Any]:
     done = [row for row in rows if row["kind"] == "step"]
     if len(done) < warm + 3:
         return {}
-    late, walls = done[warm:], [row["wall"] for row in done[warm - 1 :]]
-    steps = [row["metrics"] for row in late]
+    late, walls = done[warm : warm + steps], [row["wall"] for row in done[warm - 1 : warm + steps]]
+    read = [row["metrics"] for row in late]
     span = walls[-1] - walls[0]
-    asked = [m.get("rollout/tokens", 0.0) for m in steps]
-    trained = sum(m.get("train/trained_tokens", 0.0) for m in steps)
+    asked = [m.get("rollout/tokens", 0.0) for m in read]
+    trained = sum(m.get("train/trained_tokens", 0.0) for m in read)
 
     def mean(name: str) -> float | None:
-        found = [m[name] for m in steps if name in m]
+        found = [m[name] for m in read if name in m]
         return round(statistics.mean(found), 4) if found else None
 
     active = [row for row in rows if row["kind"] == "activated"]
     ledgers = [row["accounts"] for row in rows if row["kind"] == "ledger"]
-    gone = Counter(row["reason"] for row in rows if row["kind"] == "drop" and row["wall"] > walls[0])
+    gone = Counter(row["reason"] for row in rows if row["kind"] == "drop" and walls[0] < row["wall"] <= walls[-1])
     return {
         "steps": len(late),
         "step_s": round(span / len(late), 4),
@@ -73,10 +73,11 @@ def figures(metrics: Path, *, warm: int) -> dict[str, Any]:
         "dropped": dict(gone),
         "train_s": mean("perf/train_s"),
         "wait_s": mean("perf/wait_s"),
-        "trainer_busy": round(1 - sum(m.get("perf/wait_s", 0.0) for m in steps) / span, 4),
+        "compile_s": {r["step"]: round(s, 2) for r in done if (s := r["metrics"].get("train/compile_s"))},
+        "trainer_busy": round(1 - sum(m.get("perf/wait_s", 0.0) for m in read) / span, 4),
         "staleness": mean("train/staleness") or mean("rollout/fully_async/avg_staleness"),
-        "staleness_max": max(m.get("train/staleness_max", 0.0) for m in steps),
-        "logprob_difference": max(m.get("train/train_rollout_logprob_abs_diff", 0.0) for m in steps),
+        "staleness_max": max(m.get("train/staleness_max", 0.0) for m in read),
+        "logprob_difference": max(m.get("train/train_rollout_logprob_abs_diff", 0.0) for m in read),
         "response_tokens_mean": mean("rollout/response_len/mean"),
         "truncated": mean("rollout/truncated_ratio"),
         "response_tokens": {f"p{q}": mean(f"{LENGTH}/p{q}") for q in QUANTILES if mean(f"{LENGTH}/p{q}") is not None},
@@ -128,10 +129,10 @@ def running(log: Path | None, window: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def seen_by_model(metrics: Path, *, slots: int, warm: int) -> tuple[Observed, list[Step]] | None:
-    """What the model takes from a run's steps after the first `warm`; None where they tell too little (another commit's)."""
+def seen_by_model(metrics: Path, *, slots: int, warm: int, steps: int) -> tuple[Observed, list[Step]] | None:
+    """What the model takes from the same steps of a run; None where they tell too little (another commit's)."""
     history = history_of(gpu_e2e.rows_of(metrics))
-    late = History(**{name: getattr(history, name) for name in history.__slots__} | {"steps": history.steps[warm:]})
+    late = History(**{name: getattr(history, name) for name in history.__slots__} | {"steps": history.steps[warm : warm + steps]})
     seen = observe(late, slots=slots)
     return None if seen is None else (seen, late.steps)
 

@@ -13,7 +13,7 @@ import asyncio
 from actors.generation.engine import EngineLoad, EngineUnavailable, RequestRefused
 from actors.generation.lane import lane_of
 from actors.generation.link import EngineLink
-from actors.generation.slots import Limits, Look, Slots
+from actors.generation.slots import LOOK_S, Limits, Look, Slots
 from actors.runtime.context import Context
 from bus import Entry, Reader
 from bus.knobs.live import KnobValues
@@ -21,7 +21,7 @@ from bus.messages.active import PolicyActive
 from bus.messages.samples import SampleTask
 from bus.topology import TAIL
 
-LOOK_S, TOLD_S = 1.0, 5.0
+TOLD_S = 5.0
 RATE_S = 30.0  # over which the rate of tokens is smoothed
 TOLD_SEEN = 0.3  # part of it, after which the rate is told: some ten seconds of work
 TOLD = 0.1  # change of the slots, since it was told last, that is worth an event
@@ -157,11 +157,10 @@ class Pace:
     def _limits(self, knobs: KnobValues, load: EngineLoad) -> Limits:
         kept = self._lane.get(self._context.name, 0)
         given = [int(knobs.sglang_concurrency_max or 0), self._room_for, load.max_running or 0, kept]
-        interval = int(knobs.update_weights_interval)
-        ceiling = min(limit for limit in given if limit)
-        return Limits(
-            floor=min(int(knobs.sglang_concurrency_min), ceiling),
-            ceiling=ceiling,
-            max_masked=float(knobs.max_masked_fraction or 0.0),
-            bound=(int(knobs.max_weight_staleness) + 1) * interval - 1,
+        return Limits.of(
+            int(knobs.sglang_concurrency_min),
+            given,
+            knobs.max_masked_fraction,
+            int(knobs.max_weight_staleness),
+            int(knobs.update_weights_interval),
         )

@@ -6,14 +6,19 @@ and values run out, when requests stand in the engine's own queue, or when more 
 
 Why it does not oscillate: a change is judged by what it did. The next rise comes when as many samples have ended as there are
 slots; the next fall when no more samples are under way than the last one allows; a masked share counts from the first batch
-that was made under these slots. Between rise and fall lies a band, wider than a rise, in which nothing is done.
+that was made under these slots. Between rise and fall lies a band, wider than a rise, in which nothing is done. Masked shares of
+single batches scatter about as much as they measure, so what they lie above or below the share allowed is summed (cumulative
+sums; Page, Biometrika 41, 1954): a share far above it is met at the next batch, one a little above it only when it lasts.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+LOOK_S = 1.0
+"""Seconds from one look to the next."""
 KV_ROOM, KV_FULL = 0.80, 0.95
 """Share of the engine's keys and values in use: slots rise below the first, fall above the second."""
 SLOWEST = 4.0
@@ -21,8 +26,13 @@ SLOWEST = 4.0
 bring at most 2.5 % more tokens a second."""
 IN_USE = 7 / 8  # of the slots; with fewer under way it is not the slots that hold the engine back
 FALL, MASKED_FALL = 7 / 8, 3 / 4
-MASKED_ROOM = 1 / 2  # of the masked share allowed: slots rise below it
-STEPS_JUDGED = 3  # batches whose masked shares are averaged
+MUCH_MASKED = 2.0  # times the share allowed: slots fall by MASKED_FALL, else by FALL
+MASKED_ROOM, MASKED_FULL = 0.7, 0.9
+"""Times the share allowed: masked shares below the first speak for more slots, above the second for fewer."""
+EVIDENCE = 4.0
+"""Sum over batches, in shares allowed, of what lies beyond one of these; more than that decides."""
+RISE, MASKED_RISE = 8, 16  # slots rise by one in so many; by less once tokens are masked, whose share grows far faster than they
+LITTLE_MASKED = 0.1  # times the share allowed: as good as none
 LIVES = 2  # a rise is judged when as many samples have ended as there are slots, times this
 REST = 6  # such judgements after a fall for lack of room, before slots rise again
 PATIENCE = 3  # looks in a row that find keys and values full, or a queue: not a wave that passes
@@ -40,6 +50,12 @@ class Limits(NamedTuple):
     max_masked: float = 0.0
     bound: int = 0
 
+    @classmethod
+    def of(cls, least: int, most: Iterable[int], max_masked: float | None, bound: int, interval: int) -> Limits:
+        """From settings; of `most` 0 says nothing. `bound`: max_weight_staleness, with a version every `interval` steps."""
+        ceiling = min(limit for limit in most if limit)
+        return cls(min(least, ceiling), ceiling, max_masked or 0.0, (bound + 1) * interval - 1)
+
 
 class Look(NamedTuple):
     """What is seen of an engine at one time. None where it does not tell."""
@@ -54,10 +70,11 @@ class Look(NamedTuple):
 
 
 class Slots:
-    """One engine's slots; call `decide` at every look. `why`: what the last change was made for."""
+    """One engine's slots; call `decide` at every look. `why`: what the last change was made for. `slots`: those that it has
+    already; 0 = none, so nothing is decided yet."""
 
-    def __init__(self) -> None:
-        self.slots = 0  # 0 = nothing decided yet
+    def __init__(self, slots: int = 0) -> None:
+        self.slots = slots
         self.why: Why = ""
         self._mean_busy = 0.0
         self._fastest: float | None = None  # least time per token of one request, seconds
@@ -72,7 +89,9 @@ class Slots:
         self._most_busy = 0
         self._most_kv = 0.0
         self._steps = 0
-        self._shares: deque[float] = deque(maxlen=STEPS_JUDGED)
+        self._judged = 0  # batches made under these slots
+        self._share = 0.0  # their masked shares together, in shares allowed
+        self._above = self._below = 0.0  # the cumulative sums
         self._full: deque[bool] = deque(maxlen=PATIENCE)
         self._queued: deque[bool] = deque(maxlen=PATIENCE)
 
@@ -87,16 +106,18 @@ class Slots:
         if look.busy > self.slots:  # the last fall has not come through
             self._begin()
             return self.slots
-        over = self._masked_over(limits)
+        over = self._above > EVIDENCE
         full = len(self._full) == PATIENCE and all(self._full)
         queued = len(self._queued) == PATIENCE and all(self._queued)
         if over or full or queued:
             why: Why = "masked share" if over else "keys and values" if full else "queue"
             self._rest = 0 if over else REST
             used = min(self.slots, max(1, self._most_busy))
-            return self._set(int(used * (MASKED_FALL if over else FALL)), limits, why)
+            much = over and self._share > MUCH_MASKED * self._judged
+            return self._set(int(used * (MASKED_FALL if much else FALL)), limits, why)
         if self._ended >= self.slots * LIVES and self._may_rise(look, limits):
-            return self._set(self.slots + max(1, min(limits.ceiling // 16, self.slots // 8)), limits, "room")
+            part = MASKED_RISE if self._share > LITTLE_MASKED * self._judged else RISE
+            return self._set(self.slots + max(1, min(limits.ceiling // 16, self.slots // part)), limits, "room")
         return self.slots
 
     def _set(self, slots: int, limits: Limits, why: Why) -> int:
@@ -120,22 +141,23 @@ class Slots:
         if look.masked_step != self._masked_step:
             self._masked_step = look.masked_step
             self._steps += 1
-            if self._steps > limits.bound + 1:
-                self._shares.append(look.masked)
+            if self._steps > limits.bound + 1 and limits.max_masked > 0:
+                self._judge(look.masked / limits.max_masked)
 
-    def _masked_over(self, limits: Limits) -> bool:
-        judged = len(self._shares) == STEPS_JUDGED
-        return limits.max_masked > 0 and judged and sum(self._shares) / STEPS_JUDGED > limits.max_masked
+    def _judge(self, share: float) -> None:
+        """A batch's masked share, in shares allowed."""
+        self._judged += 1
+        self._share += share
+        self._above = max(0.0, self._above + share - MASKED_FULL)
+        self._below = max(0.0, self._below + MASKED_ROOM - share)
 
     def _may_rise(self, look: Look, limits: Limits) -> bool:
         most_kv, self._most_kv, self._ended = self._most_kv, 0.0, 0
         self._rest = max(0, self._rest - 1)
         if self._rest or self._mean_busy < IN_USE * self.slots:
             return False
-        if limits.max_masked > 0:
-            judged = len(self._shares) == STEPS_JUDGED
-            if not judged or sum(self._shares) / STEPS_JUDGED >= MASKED_ROOM * limits.max_masked:
-                return False
+        if limits.max_masked > 0 and self._below < EVIDENCE:
+            return False
         if any(self._queued) or most_kv >= KV_ROOM:
             return False
         return not self._fastest or look.busy <= SLOWEST * self._fastest * look.tokens_per_s

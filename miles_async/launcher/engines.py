@@ -17,6 +17,7 @@ from miles_async.settings.colocate import engine_args, gives_back
 from miles_async.settings.custom_config import custom_config
 from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.run import RunSettings
+from miles_async.settings.slots import AUTO_MAX_RUNNING
 
 REPEATABLE: dict[str, ArgValue] = {"enable-deterministic-inference": True}
 """What deterministic_mode asks of engines."""
@@ -24,8 +25,6 @@ EXACT: dict[str, ArgValue] = {**REPEATABLE, "attention-backend": "fa3"}
 """What true_on_policy_mode asks of engines."""
 EXPORTS = (0,)
 """GPUs whose memory holds the buckets of ipc: that of the trainer's first rank."""
-AUTO_MAX_RUNNING = 512
-"""Requests that our engines run at once where neither a number nor a ceiling is set: SGLang's largest CUDA graph on 80 GB."""
 
 
 def generation_spec(

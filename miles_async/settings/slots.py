@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from miles_async.settings.errors import SettingsError, refusal
 from miles_async.settings.flat import Flat
 
+AUTO_MAX_RUNNING = 512
+"""Requests that our engines run at once where neither a number nor a ceiling is set: SGLang's largest CUDA graph on 80 GB."""
+
 
 def slots_are_possible(s: Flat) -> None:
     for error in _broken(s):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.generation.slots import Limits
 from bus.messages.groups import OpenGroup
 from miles_async.console.whatif.engines import NEVER, Engines, Running
 from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
@@ -217,3 +218,26 @@ def test_every_token_of_a_sample_has_one_version_however_often_it_is_interrupted
             assert all(a.step <= b.step for a, b in pairwise(spans))
             left -= 1
     assert engines.running == 0
+
+
+# Long answers (geometric, mean 690 tokens, cut at 2,048) on an engine that each request slows down as an H100 with a 0.6B model
+# and twice as many of them.
+SLOW = Pace(train_s=0.95, publish_s=(0.1,), between_s=(0.02,), hop_s=0.005, slowdown=0.031)
+
+
+def long_groups():
+    draw = random.Random(2)
+    while True:
+        tokens = [min(2048, 1 + int(draw.expovariate(1 / 690))) for _ in range(N)]
+        yield DrawnGroup(tuple(Draw(n, 0.002 * n) for n in tokens))
+
+
+@pytest.mark.parametrize("allowed", [0.015, 0.05])
+def test_slots_that_are_found_keep_to_the_masked_share_and_are_nearly_as_fast_as_the_best_that_do(allowed):
+    def run(steps, warm, **more):
+        return Simulation(knobs(**more), SLOW, long_groups(), random.Random(3)).play(steps, warm)
+
+    found = run(100, 30, slots=96, auto=Limits.of(8, (192,), allowed, bound=2, interval=1))
+    fixed = [run(40, 15, slots=slots) for slots in (80, 88, 96, 104)]
+    assert found.masked <= allowed
+    assert found.step_s <= 1.06 * min(o.step_s for o in fixed if o.masked <= allowed)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.generation.slots import Limits
 from actors.recorder.file import FILE
 from miles_async.cli.app import main
 from miles_async.console.whatif import compare, comparison, recorded, sound, text
@@ -156,6 +157,23 @@ def test_the_comparison_says_how_far_the_simulation_is_off(monkeypatch):
         wall_s=2.4, **{"perf/wait_s": 1.3}
     )  # half of the time the trainer waits, for nothing that is on record
     assert "Warning: that is more than 5 % off" in text(compare(recorded(lines), {}, seeds=1))
+
+
+def test_slots_that_the_run_finds_are_found_in_the_simulation_too(monkeypatch):
+    monkeypatch.setattr(comparison, "STEPS", comparison.FEWEST_STEPS)
+    lines = record()
+    lines[0]["values"] |= {"sglang_server_concurrency": 0, "sglang_concurrency_max": SLOTS, "max_masked_fraction": 0.001}
+    lines.append({"kind": "slots", "wall": 101.0, "actor": "w0", "slots": SLOTS // 2, "why": ""})
+    seen = recorded(lines)
+    assert (seen.knobs.slots, seen.knobs.auto) == (SLOTS // 2, Limits(8, SLOTS, 0.001, 2))
+    note = "sglang_server_concurrency is auto: simulated from 32 on each worker, with keys and values that suffice"
+    assert seen.notes == (note,)
+    wide = compare(seen, {"max_masked_fraction": 0.5}, seeds=1)
+    # As many as the share allows, and no more than the ceiling.
+    assert wide.simulated["slots"].mean < wide.then["slots"].mean <= SLOTS
+    assert "engine slots, found by themselves" in text(wide)
+    fixed = compare(seen, {"sglang_server_concurrency": 48, "max_masked_fraction": None}, seeds=1)
+    assert "slots" not in fixed.then
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ they know; a layer that cannot be compiled computes as it was written.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -16,6 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
 from actors.trainer.torch_backend.model import RECOMPUTED
+from actors.trainer.training.clockwork import compilation
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,9 @@ def compile_layers(layers: Sequence[Any], backend: str = "inductor") -> None:
     # still take over.
     if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         torch._functorch.config.force_non_lazy_backward_lowering = True  # type: ignore[attr-defined, unused-ignore]
+    compilation.count()
+    if "TORCH_LOGS" not in os.environ:
+        torch._logging.set_logs(recompiles=True)  # a step may take seconds longer for it: the log says why
     run = _Compiled(type(layers[0]).forward, backend)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:

@@ -10,14 +10,16 @@ import msgspec
 
 from actors.runtime.seeds import rng_for
 from miles_async.console.text import percent, plural, table
+from miles_async.console.whatif.outcome import Outcome
 from miles_async.console.whatif.record import Recorded, knobs_of
 from miles_async.console.whatif.setup import Knobs
-from miles_async.console.whatif.simulation import Outcome, Simulation, Stands
+from miles_async.console.whatif.simulation import Simulation, Stands
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.flat import Flat
 from miles_async.settings.rules import check_rules
 
 STEPS, FEWEST_STEPS, MOST_SAMPLES = 60, 16, 32_000
+FINDING = 40  # steps more that do not count where slots are found meanwhile
 TRUSTED = 0.05  # relative difference of the run's own step time; above it others were foreseen up to 26 % wrong: a warning
 
 
@@ -66,17 +68,18 @@ def simulated(recorded: Recorded, knobs: Knobs, seeds: int) -> Figures:
     """SettingsError where the run would stand still."""
     bound = knobs.max_weight_staleness * knobs.update_weights_interval
     steps = max(FEWEST_STEPS, min(STEPS, MOST_SAMPLES // knobs.size))
+    warm = 8 + 2 * bound + (0 if knobs.auto is None else FINDING)
     outcomes: list[Outcome] = []
     for seed in range(seeds):
         chance = rng_for(seed, "whatif")
         groups = recorded.groups(knobs.n_samples_per_prompt, chance)
         try:
-            outcomes.append(Simulation(knobs, recorded.pace, groups, chance).play(steps, warm=8 + 2 * bound))
+            outcomes.append(Simulation(knobs, recorded.pace, groups, chance).play(steps, warm))
         except Stands as stands:
             raise SettingsError(
                 f"the simulated run stands still: its trainer waits for {stands}", remedy="Ask for other settings."
             ) from None
-    rows = [_row(outcome) for outcome in outcomes]
+    rows = [_row(outcome) | ({} if knobs.auto is None else {"slots": outcome.slots}) for outcome in outcomes]
     names = dict.fromkeys(name for row in rows for name in row)
     values = {name: [row.get(name, 0.0) for row in rows] for name in names}
     return {name: Figure(fmean(found), stdev(found) if len(found) > 1 else 0.0) for name, found in values.items()}
@@ -84,7 +87,7 @@ def simulated(recorded: Recorded, knobs: Knobs, seeds: int) -> Figures:
 
 def _row(outcome: Any) -> dict[str, float]:
     """Figures by name; of a step's seconds also steps an hour."""
-    apart = ("steps", "error_s", "dropped")
+    apart = ("steps", "error_s", "dropped", "slots")
     plain = {name: value for name, value in msgspec.structs.asdict(outcome).items() if name not in apart}
     dropped = {f"dropped {reason}": share for reason, share in outcome.dropped.items()}
     return {**plain, "steps_per_hour": 3600 / outcome.step_s, "dropped": sum(outcome.dropped.values()), **dropped}
@@ -117,6 +120,7 @@ ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("steps_per_hour", "steps an hour", lambda x: f"{x:.4g}"),
     ("efficiency", "efficiency", lambda x: f"{x:.3f}"),
     ("wait", "trainer waits", percent),
+    ("slots", "engine slots, found by themselves", lambda x: f"{x:.0f}"),
     ("idle", "engine slots idle", percent),
     ("masked", "tokens masked", percent),
     ("mean_age", "mean age", lambda x: f"{x:.2f}"),
@@ -140,9 +144,11 @@ def text(found: Comparison) -> str:
         asked = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in found.changed.items())
         lines.append(f"Asked: {asked}")
         columns["then"] = found.then
-    reasons = dict.fromkeys(name for figures in columns.values() for name in figures if name.startswith("dropped "))
+    known = dict.fromkeys(name for figures in columns.values() for name in figures)
+    reasons = [name for name in known if name.startswith("dropped ")]
+    shown_rows = [row for row in ROWS if row[0] in known]
     rows: list[tuple[str, ...]] = []
-    for name, label, shown in (*ROWS, *((name, f"  {name.partition(' ')[2]}", percent) for name in sorted(reasons))):
+    for name, label, shown in (*shown_rows, *((name, f"  {name.partition(' ')[2]}", percent) for name in sorted(reasons))):
         rows.append((label, *(_cell(figures.get(name), shown, name in reasons) for figures in columns.values())))
     lines += ["", table(("", *columns), rows)]
     return "\n".join(lines)

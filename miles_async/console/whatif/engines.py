@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from actors.generation.lane import lane_of
+from actors.generation.slots import Limits, Look, Slots
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import VersionSpan
 from miles_async.console.whatif.setup import Draw
@@ -57,7 +58,9 @@ class Worker:
 
     def __init__(self, name: str, slots: int, slowdown: float) -> None:
         self.name, self.slots, self.step = name, slots, -1
-        self.area = 0.0  # requests running, integrated over seconds
+        self.area = self.room = 0.0  # requests running, and slots, integrated over seconds
+        self._auto = Slots(slots)
+        self._ended = 0  # since the last look
         self._slowdown = slowdown
         self._work = self._now = self._paused_until = 0.0
         self._loaded: list[tuple[float, int]] = []  # work clock at which a step's weights came
@@ -81,8 +84,16 @@ class Worker:
 
     def advance(self, now: float) -> None:
         self.area += len(self._ends) * (now - self._now)
+        self.room += self.slots * (now - self._now)
         self._work += max(0.0, now - max(self._now, self._paused_until)) / self._pace
         self._now = now
+
+    def look(self, limits: Limits, step: int, masked: float) -> None:
+        """Slots under `auto`, as the worker's pace decides them; of keys and values, and of a queue of its own, this engine tells
+        nothing. `masked`: share of the batch of that step."""
+        alone = sum(run.draw.tokens / run.draw.seconds for _, _, run in self._ends if run.draw.seconds)
+        said = Look(len(self._ends), self._ended, alone / self._pace, masked_step=step, masked=masked)
+        self.slots, self._ended = self._auto.decide(said, limits), 0
 
     def load(self, step: int, pause_s: float) -> None:
         """Weights of a step, after which the engine stands still for a while."""
@@ -103,6 +114,7 @@ class Worker:
         """The sample whose time has come, with its tokens."""
         end, _, run = heapq.heappop(self._ends)
         self._work = max(self._work, end)
+        self._ended += 1
         self._tokens(run, min(run.draw.tokens, run.stop_at) - run.made)
         return run
 
@@ -146,13 +158,16 @@ class Engines:
         names = [f"w{i:04d}" for i in range(workers)]
         self.lane = lane_of(names, tail_slots=tail_slots if tail_after else 0, each=slots)
         self.workers = [Worker(name, self.lane.get(name, slots), slowdown) for name in names]
-        self.slots = sum(worker.slots for worker in self.workers)
         self._tail_after, self._slice, self._resumes = tail_after, slice_tokens, resumes
         self._waiting: dict[Way, deque[Running]] = {"tail": deque(), "prefixes": deque(), "prompts": deque()}
 
     @property
     def running(self) -> int:
         return sum(worker.running for worker in self.workers)
+
+    @property
+    def slots(self) -> int:
+        return sum(worker.slots for worker in self.workers)
 
     @property
     def under_way(self) -> int:
@@ -163,6 +178,10 @@ class Engines:
     def area(self) -> float:
         return sum(worker.area for worker in self.workers)
 
+    @property
+    def room(self) -> float:
+        return sum(worker.room for worker in self.workers)
+
     def next_end(self) -> tuple[float, Worker]:
         """When, and where, the next sample gives its slot back."""
         return min(((worker.next_end(), worker) for worker in self.workers), key=lambda item: item[0])
@@ -170,6 +189,12 @@ class Engines:
     def advance(self, now: float) -> None:
         for worker in self.workers:
             worker.advance(now)
+
+    def look(self, limits: Limits, step: int, masked: float) -> None:
+        """Slots under `auto` of all workers but the lane's."""
+        for worker in self.workers:
+            if worker.step >= 0 and worker.name not in self.lane:
+                worker.look(limits, step, masked)
 
     def issue(self, run: Running) -> None:
         self._waiting["prompts"].append(run)

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import msgspec
 
+from actors.generation.slots import Limits
 from actors.recorder.history import AVG_STALENESS, History, Step, history_of
 from actors.recorder.records import Record
 from actors.trainer.spread import RUNNING, SECONDS
@@ -24,6 +25,7 @@ from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.flat import Flat
 from miles_async.settings.live import whole
+from miles_async.settings.slots import AUTO_MAX_RUNNING
 
 LOOKED_AT = 200  # newest steps
 FEWEST = 8
@@ -32,6 +34,7 @@ SHAPES = ("rollout_max_response_len", "dynamic_sampling_filter_path")  # what a 
 ASKED = (
     *("max_weight_staleness", "staleness_policy", "staleness_lookahead", "over_sampling_batch_size"),
     *("rollout_batch_size", "n_samples_per_prompt", "update_weights_interval", "sglang_server_concurrency"),
+    *("sglang_concurrency_min", "sglang_concurrency_max", "max_masked_fraction"),
     *("num_generation_workers", "tail_slots", "tail_after_tokens", "max_tokens_per_slice", "partial_rollout"),
 )
 """Settings that the simulation knows."""
@@ -182,7 +185,9 @@ def recorded(records: Sequence[Record]) -> Recorded:
 
 
 def knobs_of(s: Flat, *, workers: int, slots: int) -> Knobs:
-    """Settings in the simulation's terms. `slots` where the setting is auto."""
+    """Settings in the simulation's terms. `slots`: of a worker at first, where the setting is auto."""
+    fixed = s.sglang_server_concurrency
+    most = (s.sglang_concurrency_max or AUTO_MAX_RUNNING,)
     return Knobs(
         max_weight_staleness=s.max_weight_staleness,
         staleness_policy=s.staleness_policy,
@@ -191,7 +196,12 @@ def knobs_of(s: Flat, *, workers: int, slots: int) -> Knobs:
         n_samples_per_prompt=s.n_samples_per_prompt,
         over_sampling_batch_size=s.over_sampling_batch_size,
         update_weights_interval=s.update_weights_interval,
-        slots=s.sglang_server_concurrency or slots,
+        slots=fixed or slots,
+        auto=None
+        if fixed
+        else Limits.of(
+            s.sglang_concurrency_min, most, s.max_masked_fraction, s.max_weight_staleness, s.update_weights_interval
+        ),
         num_generation_workers=workers,
         tail_slots=s.tail_slots or 0,
         tail_after_tokens=s.tail_after_tokens or 0,
@@ -234,13 +244,13 @@ def _workers(history: History) -> int:
 
 
 def _slots(s: Flat, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> int:
-    """Slots of a worker where they are found while the run goes: what was told last, or what ran at most."""
+    """Slots of a worker; where they are found while the run goes: what was told last, or what ran at most."""
     if s.sglang_server_concurrency:
         return int(s.sglang_server_concurrency)
     told = {r["actor"]: r["slots"] for r in records if r["kind"] == "slots"}
     slots = round(fmean(told.values())) if told else 0
     slots = slots or math.ceil(max(s.get(f"{RUNNING}/mean") for s in steps)) or 1
-    notes.append(f"sglang_server_concurrency is auto: simulated with {slots} on each worker, throughout")
+    notes.append(f"sglang_server_concurrency is auto: simulated from {slots} on each worker, with keys and values that suffice")
     return slots
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from actors.generation.slots import Limits
+
 
 class Draw(msgspec.Struct, frozen=True):
     """What one sample asks for: tokens, seconds on an engine if it ran alone, seconds of scoring."""
@@ -21,7 +23,8 @@ class DrawnGroup(msgspec.Struct, frozen=True):
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the run under their own names; 0 for what is not set. `slots` are those of one worker."""
+    """Settings of the run under their own names; 0 for what is not set. `slots` are those of one worker; with `auto` those that it
+    begins with, and moves within these limits."""
 
     max_weight_staleness: int
     staleness_policy: str
@@ -31,6 +34,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     update_weights_interval: int = 1
     staleness_lookahead: int = 1
     slots: int = 64
+    auto: Limits | None = None
     num_generation_workers: int = 1
     tail_slots: int = 0
     tail_after_tokens: int = 0

@@ -13,11 +13,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
-from statistics import mean
-
-import msgspec
 
 from actors.filter.groups import GroupTable, Half, leaves_now, tips
+from actors.generation.slots import LOOK_S, Limits
 from actors.runtime.staleness import bound_in_steps, rule_of
 from actors.sampler.admission import engine_room, group_credits
 from actors.sampler.progress import Progress
@@ -28,10 +26,11 @@ from bus.messages.base import EMPTY
 from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup, part_key
 from bus.messages.policy import GroupsGivenUp, StepDone
 from bus.messages.samples import Response, RolloutDone, SampleTask, Scored
-from bus.messages.versions import PolicyVersion, staleness
+from bus.messages.versions import PolicyVersion
 from bus.streams.entry import Entry
 from bus.topology import SCORED
 from miles_async.console.whatif.engines import NEVER, Engines, Running, Worker
+from miles_async.console.whatif.outcome import Outcome, Seen
 from miles_async.console.whatif.setup import DrawnGroup, Knobs, Pace
 
 NO_END = 1 << 40  # steps: the run goes on for ever, so that its end is not counted
@@ -41,23 +40,6 @@ MAX_WAVES = 16  # rollout batches that are dropped in a row, as the sampler coun
 
 class Stands(Exception):
     """The simulated run makes no further step; the text says what the trainer waits for."""
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the counted steps. `efficiency`: time that trainer or full engines need for a step, whichever is more, over the
-    time that it takes. Shares: `wait` of the trainer's time, `idle` of the engines' slots, `masked` of the tokens trained,
-    `dropped` of the samples, by reason, `split` of the groups: trained while members still ran. Ages in steps: `mean_age` of
-    what is within the bound, `max_age` before the mask."""
-
-    step_s: float
-    efficiency: float
-    wait: float
-    idle: float
-    masked: float
-    mean_age: float
-    max_age: float
-    split: float
-    dropped: dict[str, float]
 
 
 class Simulation:
@@ -91,7 +73,8 @@ class Simulation:
         self._starts = self._warm = 0
         self._news = False  # since the last look for a batch
         self._missing = ""
-        self._seen = _Seen(0.0, 0.0)
+        self._seen = Seen(0.0, self._engines)
+        self._share = self._told = (-1, 0.0)  # newest step, and share of its batch that was masked; what workers have heard of it
 
     # -- time -----------------------------------------------------------------------------------------------------------
 
@@ -100,6 +83,8 @@ class Simulation:
         for worker in self._engines.workers:
             self._activate(worker, 0)
         self._warm = warm
+        if self._knobs.auto is not None:
+            self._in(LOOK_S, partial(self._look_at_engines, self._knobs.auto))
         left = EVENTS_A_SAMPLE * self._knobs.size * (steps + warm + self._bound + 1)
         while self._starts <= steps + warm:
             self._fill()
@@ -182,8 +167,22 @@ class Simulation:
         self._engines.load(worker, step, self._one(self._pace.pause_s) if step else 0.0, abort=self._knobs.aborts)
         serving = {w.name: w.step + 1 for w in self._engines.workers if w.step >= 0}
         newest = max(serving.values())
-        said = PolicyActive(version=PolicyVersion(newest, newest - 1), serving=serving)
-        self._in(self._pace.hop_s if step else 0.0, partial(self._progress.fold, said))
+        said = PolicyActive(
+            version=PolicyVersion(newest, newest - 1),
+            serving=serving,
+            masked_step=self._share[0],
+            masked_fraction=self._share[1],
+        )
+        self._in(self._pace.hop_s if step else 0.0, partial(self._hear, said))
+
+    def _hear(self, said: PolicyActive) -> None:
+        self._progress.fold(said)
+        self._told = (said.masked_step, said.masked_fraction)
+
+    def _look_at_engines(self, limits: Limits) -> None:
+        self._engines.look(limits, *self._told)
+        if self._events or self._engines.running:  # else nothing will ever come
+            self._in(LOOK_S, partial(self._look_at_engines, limits))
 
     # -- filter ---------------------------------------------------------------------------------------------------------
 
@@ -285,25 +284,25 @@ class Simulation:
 
     def _train(self, take: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
         ids: list[str] = []
-        tokens = 0
+        tokens = masked = 0
         self._seen.wait += self._now - self._free_at
         self._starts += 1
         if self._starts == self._warm + 1:
-            self._seen = _Seen(self._now, self._engines.area)
+            self._seen = Seen(self._now, self._engines)
         for key, positions in take:
             part = self._ready[key]
             for at in positions:
                 rollout = part.group.samples[at].rollout
                 ids.append(rollout.task.sample_id)
                 tokens += rollout.n_made
-                self._seen.train(rollout, self._step, self._bound)
+                masked += self._seen.train(rollout, self._step, self._bound)
             self._seen.groups.setdefault(part.group.group_id, self._table.knows(part.group.group_id))
             part.left = tuple(at for at in part.left if at not in positions)
             self._n_ready -= len(positions)
             if not part.left:
                 del self._ready[key]
             self._closed(part.group.group_id, len(positions))
-        self._training = True
+        self._training, self._share = True, (self._step, masked / max(1, tokens))
         pace = self._pace
         seconds = pace.train_s + pace.train_token_s * tokens + self._one(pace.train_noise_s)
         self._in(seconds, partial(self._done, tuple(ids)))
@@ -336,43 +335,3 @@ class Simulation:
 
     def _look(self) -> None:
         self._turned = self._news = True
-
-
-class _Seen:
-    """What is counted from the time `since` on, at which engines had done `area`."""
-
-    def __init__(self, since: float, area: float) -> None:
-        self.wait = self.work = 0.0  # seconds of the trainer, and of samples as if each had run alone
-        self._since, self._area = since, area
-        self._ages: Counter[int] = Counter()  # tokens trained
-        self._dropped: Counter[str] = Counter()  # samples
-        self._samples = self._masked = 0
-        self.groups: dict[str, bool] = {}  # trained -> while members of it still ran
-
-    def drop(self, reason: str, n: int) -> None:
-        self._dropped[reason] += n
-
-    def train(self, rollout: RolloutDone, step: int, bound: int) -> None:
-        self._samples += 1
-        for span in rollout.made:
-            age = staleness(step, span.step)
-            self._ages[age] += span.n
-            self._masked += span.n if age > bound else 0
-
-    def outcome(self, until: float, knobs: Knobs, pace: Pace, engines: Engines, steps: int) -> Outcome:
-        took = until - self._since
-        tokens, judged = self._ages.total(), self._samples + self._dropped.total()
-        bound = bound_in_steps(knobs.max_weight_staleness, knobs.update_weights_interval)
-        trains_s = pace.train_s + pace.train_token_s * tokens / (steps + 1) + mean(pace.between_s)
-        engines_s = self.work / steps * (1 + pace.slowdown * knobs.slots) / engines.slots
-        return Outcome(
-            step_s=took / steps,
-            efficiency=max(trains_s, engines_s) * steps / took,
-            wait=self.wait / took,
-            idle=max(0.0, 1 - (engines.area - self._area) / (took * engines.slots)),
-            masked=self._masked / max(1, tokens),
-            mean_age=sum(age * n for age, n in self._ages.items() if age <= bound) / max(1, tokens - self._masked),
-            max_age=max(self._ages, default=0),
-            split=sum(self.groups.values()) / max(1, len(self.groups)),
-            dropped={reason: n / judged for reason, n in sorted(self._dropped.items())},
-        )
