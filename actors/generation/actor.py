@@ -296,7 +296,7 @@ class Worker:
             worker=context.name,
             resumed_tokens=resumed,
             generate_s=context.clock.monotonic() - began,
-            running=context.in_flight,
+            running=running.beside,
             episode=outcome.episode,
         )
         out = await put_aside(context.bus, out)
@@ -308,7 +308,7 @@ class Worker:
         response = given_response(task, serving) if serving is not None else None
         if response is None:
             raise Transient(f"no version is served while {task.sample_id} is taken")
-        out = RolloutDone(task=task, response=response, finish="stop", worker=self._context.name, running=self._context.in_flight)
+        out = RolloutDone(task=task, response=response, finish="stop", worker=self._context.name)
         commit = Commit(
             ack=(entry,),
             append=(Out(ROLLOUTS, out),),

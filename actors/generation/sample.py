@@ -143,6 +143,7 @@ class Running:
         self.told: dict[int, Call] = {}
         self.n_tokens = 0  # of all turns
         self.made_here = 0  # of these, in this process
+        self.met = self.met_in = 0  # requests beside each token as it came, itself included, and tokens for which they were counted
         self.thrown = 0  # tokens that the ledger knows and the program began again without
         self.has_saved = False  # pieces of it lie on the bus
         self.saves = True  # whether they are of use to anyone
@@ -163,6 +164,12 @@ class Running:
     def last_version(self) -> int:
         """The newest version of a finished or running turn."""
         return max([turn.last_version for turn in self.turns.values()], default=NO_TOKENS)
+
+    @property
+    def beside(self) -> float | msgspec.UnsetType:
+        """Requests that its engine had at once, itself included: mean over the tokens that came here. By tokens, since a token then
+        takes in the mean what the engine takes at the mean of what runs."""
+        return round(self.met / self.met_in, 2) if self.met_in else msgspec.UNSET
 
     @property
     def begun(self) -> bool:

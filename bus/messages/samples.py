@@ -168,7 +168,8 @@ class RolloutDone(Message, frozen=True, kw_only=True, tag="rollout.done"):
     worker: str = ""
     resumed_tokens: int = 0  # taken over from a prefix, not made by this worker
     generate_s: float = 0.0
-    running: int | msgspec.UnsetType = msgspec.UNSET  # samples of this worker when it ended, itself included
+    running: float | msgspec.UnsetType = msgspec.UNSET
+    """requests of this worker that its engine had, this sample's included: mean over the tokens made here"""
     episode: Episode | msgspec.UnsetType = msgspec.UNSET  # UNSET = one turn, in answer to the task's prompt
 
     @property

@@ -84,6 +84,22 @@ def test_how_much_one_sample_more_slows_the_others_is_found():
     assert found[f"{PACE}/mean"] - found[f"{PACE}/per_running"] * found[f"{RUNNING}/mean"] == pytest.approx(0.002)
 
 
+def test_it_is_found_where_what_runs_changes_in_the_middle_of_samples():
+    """Their mean over tokens is what counts, as the worker tells it: in each tenth of a second an engine makes as many tokens of
+    a sample as fit at the pace of what runs then."""
+    rng = np.random.default_rng(4)
+    running = 40 + np.cumsum(rng.integers(-6, 7, 4000)) % 300  # in each tenth of a second
+    made = 0.1 / (0.002 + 0.0001 * running)
+    samples = []
+    for i in range(200):
+        begin, length = rng.integers(0, 3800), rng.integers(5, 200)
+        tokens = made[begin : begin + length]
+        mean = float(np.average(running[begin : begin + length], weights=tokens))
+        samples.append(sample(0, i, tokens=round(tokens.sum()), seconds=length / 10, running=mean))
+    found = spread_metrics([kept(0, *samples)], step=3)
+    assert found[f"{PACE}/per_running"] == pytest.approx(0.0001, rel=0.01)
+
+
 def test_tokens_over_the_bound_are_masked_and_no_staleness_of_what_is_trained():
     batch = [kept(0, sample(0, 0, tokens=4, steps=(3, 10)), sample(0, 1, tokens=4, steps=(9,)))]
     found = batch_metrics(batch, step=10, bound=2)

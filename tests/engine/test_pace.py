@@ -21,7 +21,7 @@ from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import until
 from tests.engine.conftest import Http, Target, engine_process
 from tests.engine.processes import until_async
-from tests.engine.workers import at_work, events, order, sample, told
+from tests.engine.workers import at_work, events, order, rollouts_of, sample, told
 
 
 async def test_an_engine_tells_how_full_it_is(http: Http, client: SGLangClient, target: Target) -> None:
@@ -106,6 +106,23 @@ async def test_a_masked_share_above_the_one_allowed_lowers_the_slots(
 
             await until(lowered, deadline_s=40)
             assert (await events(bus, "slots"))[-1].data == {"slots": 6, "why": "masked share"}
+
+
+async def test_a_sample_tells_how_many_ran_beside_it_on_average_over_its_tokens(
+    redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]]
+) -> None:
+    first, _ = models("qwen3-endless")
+    with engine_process(first, "--stream-interval", "8") as (url, _):
+        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
+        async with at_work(redis_url, run_name, spec, knobs={"sglang_server_concurrency": 2}) as (bus, _):
+            await until(lambda: told(bus, "joined", 1))
+            await bus.append([Out(ACTIVE, order(1, first))])
+            await bus.append([Out(PROMPTS, sample("long")), Out(PROMPTS, sample("short", tokens=150))])
+            both = {done.task.group_id: done.running for done in await rollouts_of(bus, 2)}
+            await bus.append([Out(PROMPTS, sample("alone", tokens=150))])
+            alone = (await rollouts_of(bus, 3))[-1].running
+    assert 1.0 < both["long"] < both["short"] <= 2.0
+    assert alone == 1.0
 
 
 @pytest.mark.usefixtures("cold_engine")

@@ -56,6 +56,16 @@ def test_a_run_is_seen_as_the_simulation_takes_it():
     assert seen.step_s == pytest.approx(1.2)
     assert seen.train_s == pytest.approx(0.9)
     assert seen.running == pytest.approx(128 * 0.6 / 1.2, rel=0.03)
+
+
+def test_what_runs_is_read_from_all_steps_together_however_uneven_they_are():
+    records, wall = run_of(), 1.0
+    for number, record in enumerate(records[1:]):  # samples end in waves: a short step, a long one
+        wall += 0.2 if number % 2 else 2.2
+        record["wall"] = wall
+    seen = observe(history_of(records))
+    assert seen is not None
+    assert seen.running == pytest.approx(128 * 0.6 / 1.2, rel=0.05)
     drawn = [draw for group in itertools.islice(seen.groups(), 500) for draw in group.members]
     assert np.mean([s.seconds for s in drawn]) == pytest.approx(0.6, rel=0.05)
     assert np.mean([s.tokens for s in drawn]) == pytest.approx(100, rel=0.05)

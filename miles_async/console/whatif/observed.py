@@ -23,7 +23,7 @@ from miles_async.console.whatif.setup import Draw, DrawnGroup
 
 LOOKED_AT = 64  # newest steps
 FEWEST = 4
-ALIKE = 0.1  # spread of the number of samples running, over its mean, below which their pace cannot be estimated
+ALIKE = 0.05  # spread of the number of samples running, over its mean, below which their pace cannot be estimated
 POINTS = [q / 100 for q in QUANTILES]
 
 
@@ -103,7 +103,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 def observe(history: History, *, slots: int = 0) -> Observed | None:
     """None when the record does not suffice: too few steps, none with spreads, or turns on shared GPUs, where engines and
     trainer never work at once. `slots`: samples that the engines take at once; 0 = workers seen times the setting, or what was
-    running at most."""
+    running."""
     knobs = live_knobs(history)
     steps = [s for s in history.steps[-LOOKED_AT:] if s.gap_s > 0 and not s.resumed and "perf/turn_s" not in s.metrics]
     steps = [s for s in steps if {"perf/wait_s", f"{SECONDS}/mean"} <= s.metrics.keys()]
@@ -114,7 +114,8 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
     batch, group = int(knobs.get("rollout_batch_size", 0)), int(knobs.get("n_samples_per_prompt", 0))
     if not batch or not group:
         return None
-    running = [batch * group * s.get(f"{SECONDS}/mean") / s.gap_s for s, _, _ in seen]
+    # Not step by step: after a wave of samples that end at once one step is short, and seems to have had far more running.
+    running = batch * group * mean(s.get(f"{SECONDS}/mean") for s, _, _ in seen) / mean(s.gap_s for s, _, _ in seen)
     workers = max(1, len({str(r["actor"]) for r in history.activations[-64:]}))
     of_each = int(_number(knobs.get("sglang_server_concurrency")))
     return Observed(
@@ -122,7 +123,7 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
         seconds=[seconds for _, _, seconds in seen],
         step_s=median(s.gap_s for s, _, _ in seen),
         train_s=median(max(0.0, s.gap_s - s.get("perf/wait_s")) for s, _, _ in seen),
-        running=mean(running),
+        running=running,
         slowdown=slowdown_of([s for s, _, _ in seen]) / workers,
         batch=batch,
         group=group,
@@ -131,7 +132,7 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
         policy=str(knobs.get("staleness_policy", "auto")),
         lookahead=int(_number(knobs.get("staleness_lookahead"))),
         over_sampling=int(_number(knobs.get("over_sampling_batch_size"))),
-        slots=slots or of_each * workers or math.ceil(max(running)),
+        slots=slots or of_each * workers or math.ceil(running),
     )
 
 
