@@ -10,8 +10,9 @@
 Variants of tails (--variants, run in the order given): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound
 2; e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked; f, g as b, d with keys and values of 8
 bits (a server of their own). Of long: bounds 0, 2, 4 by seed.
-All runs share one server, whose boot would cost as much as a run (gpu_tails_run.py); a run that fails gets the next one a
-server of its own. The budget is divided among the runs; one that outlasts its part is ended and its steps so far count.
+All runs share one server, whose boot would cost as much as a run (gpu_tails_run.py); long may have more than one (--long-servers),
+whose schedulers are processes of their own. A run that fails gets the next one servers of its own.
+The budget is divided among the runs; one that outlasts its part is ended and its steps so far count.
 Files are written anew after every run. `--engine embedded --shape tiny --mean-tokens 40 --new-tokens 126 --slots 48` rehearses
 tails without a GPU, `--task long --engine embedded` long.
 """
@@ -20,34 +21,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
-import os
-import signal
 import sys
-import tarfile
-import time
 import traceback
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
-import gpu_bench
 import gpu_e2e
 import gpu_parts as parts
 import gpu_tails_read as read
-from gpu_decode import fuse
-from gpu_tails_run import VARIABLE
+from gpu_tails_bench import ENDING_S, Bench, run_all, tail_of
 
-from actors.generation.sglang_client import SGLangClient
 from actors.runtime.staleness import Rule
 
 BATCH, GROUP = 32, 8
 ALL_ADMITTED = ("--over-sampling-batch-size", "0")  # instead of what the file of long says
 DRAIN = 6  # last steps of a run, which no prompt follows: never counted (the highest bound and one, and one to spare)
-ENDING_S = 12.0  # of a run that is told to end
 
 
 @dataclass(frozen=True)
@@ -92,135 +82,6 @@ def _long(seeds: int, steps: int) -> dict[str, Run]:
     }  # fmt: skip
 
 
-class Bench:
-    """One call. `server`: the one that all runs share, while it is well."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.out = Path(args.out)
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.scratch = Path(mkdtemp(prefix="gpu-tails-"))
-        self.end = time.monotonic() + args.budget_s
-        self.boots: list[dict[str, Any]] = []
-        self._server = AsyncExitStack()
-        self._up: tuple[str, dict[str, Any]] | None = None
-        self._args: dict[str, Any] = {}
-        self._fused = False  # of the server that runs
-
-    @property
-    def left_s(self) -> float:
-        return self.end - time.monotonic()
-
-    async def server(self, model: Path, max_running: int, *, fused: bool = False, **flags: Any) -> tuple[str, dict[str, Any]]:
-        """URL and facts of a server with these flags that is well and idle; boots one if need be. `fused`: it draws by ours."""
-        gpu = self.args.engine == "sglang"
-        args = gpu_bench.GPU_ARGS | flags | json.loads(self.args.server_args) if gpu else {}
-        if self._up is not None and (self._args != args or (self._fused and not fused) or not await _idle(self._up[0])):
-            await self.stop()
-        if self._up is None:
-            folder = self.scratch / f"server-{len(self.boots)}"
-            made = parts.server(
-                self.args.engine,
-                model,
-                folder,
-                args=args,
-                max_running=max_running,
-                gpus=(1,) if gpu else (),  # the trainer takes the first
-            )
-            url, facts = await self._server.enter_async_context(made)
-            self._up, self._args = (url, facts | {"log": next(iter(sorted(folder.rglob("log"))), None)}), args
-            self.boots.append({"boot_s": facts["boot_s"], "note": facts["note"], "args": args})
-        if fused and not self._fused:
-            await fuse(self._up[0], self._up[1]["inside"])
-            self._fused = True
-        return self._up
-
-    async def stop(self) -> None:
-        self._up, self._fused = None, False
-        await self._server.aclose()
-
-    async def run(self, name: str, run: Run, words: list[str], facts: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """One run to its end or its limit: how it ended and its folder's name. What it says is read by others."""
-        tree = self.before() if run.before else parts.REPO
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tree), _without_repo(os.environ.get("PYTHONPATH", ""))]),
-            VARIABLE: facts["inside"],
-        }
-        began = time.monotonic()
-        with (self.out / f"{name}.log").open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, str(Path(__file__).with_name("gpu_tails_run.py")), "train", *words),
-                *("--no-save", "--console", "none", "--no-report", "--runs-dir", str(self.scratch / "runs"), "--name", name),
-                stdout=log, stderr=log, env=env, cwd=tree, start_new_session=True,
-            )  # fmt: skip
-            cut = False
-            try:
-                await asyncio.wait_for(process.wait(), limit_s)
-            except TimeoutError:
-                cut = True
-            finally:
-                await _end(process)
-                if self.metrics(name).exists():
-                    packed = self.out / f"{name}.metrics.jsonl.gz"
-                    packed.write_bytes(gzip.compress(self.metrics(name).read_bytes()))
-        return {"exit": process.returncode, "cut": cut, "seconds": round(time.monotonic() - began, 1)}
-
-    def metrics(self, name: str) -> Path:
-        return self.scratch / "runs" / name / "metrics.jsonl"
-
-    def before(self) -> Path:
-        """The older commit's code, unpacked."""
-        tree, packed = self.scratch / "before", Path(self.args.before)
-        if not tree.exists():
-            if not packed.exists():
-                raise FileNotFoundError(
-                    f"{packed} is missing; the docstring of {Path(__file__).name} says how to make it"
-                )
-            with tarfile.open(packed) as archive:
-                archive.extractall(tree, filter="data")
-        return tree
-
-    def save(self, values: dict[str, Any]) -> None:
-        head = {"task": self.args.task, "command": " ".join(sys.argv), "engine": self.args.engine, "boots": self.boots}
-        text = json.dumps(head | values | {"machine": parts.facts_of_machine()}, indent=1, default=str)
-        (self.out / f"{self.args.task}.json").write_text(text)
-
-
-def _without_repo(path: str) -> str:
-    return os.pathsep.join(word for word in path.split(os.pathsep) if word and Path(word).resolve() != parts.REPO)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Politely, then with every process of its session."""
-    if process.returncode is None:
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), ENDING_S)
-        except TimeoutError:
-            pass
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    await process.wait()
-
-
-async def _idle(url: str) -> bool:
-    """Whether a server answers, after everything that a run left there was ended and its pause lifted."""
-    client = SGLangClient(url, request_deadline_s=20, token_deadline_s=20, control_deadline_s=20)
-    try:
-        await client.abort_all()
-        await client.resume()
-        await client.health()
-    except Exception as error:  # noqa: BLE001 - whatever it is: the next run gets a server of its own
-        print(f"the server is not well: {error}", flush=True)
-        return False
-    finally:
-        await client.close()
-    return True
-
-
 async def tails(b: Bench) -> None:
     """The variants, one after the other; what is known so far is written after each."""
     a = b.args
@@ -248,13 +109,13 @@ async def tails(b: Bench) -> None:
 
     async def one(name: str, run: Run, share_s: float) -> None:
         flags = {"mem-fraction-static": 0.8, "random-seed": 1} | ({"kv-cache-dtype": "fp8_e4m3"} if run.half else {})
-        url, facts = await b.server(model, a.slots, fused=a.fused and not run.before, **flags)
+        servers = await b.servers(model, a.slots, fused=a.fused and not run.before, **flags)
         limit_s = min(share_s, b.left_s - ENDING_S)
-        ended = await b.run(name, run, [*words, *_external(url), *run.flags], facts, limit_s)
+        ended = await b.run(name, run, [*words, *run.flags], servers, limit_s)
         found = read.figures(b.metrics(name), warm=a.warm, steps=a.steps)
         if not found:
-            raise RuntimeError(f"variant {name}: {ended}: {_tail(b.out / f'{name}.log')}")
-        runs[name] = ended | found | {"running": read.running(facts["log"], found["window"])}
+            raise RuntimeError(f"variant {name}: {ended}: {tail_of(b.out / f'{name}.log')}")
+        runs[name] = ended | found | {"running": read.running(servers[0][1]["log"], found["window"])}
         seen[name] = read.seen_by_model(b.metrics(name), slots=a.slots, warm=a.warm, steps=a.steps)
 
     def save() -> None:
@@ -269,7 +130,7 @@ async def tails(b: Bench) -> None:
         )
         b.save({**known, "times_as_fast_as_a": speed, "failed": failed, "model": predicted, "runs": runs})
 
-    await _all(b, chosen, one, failed, save)
+    await run_all(b, chosen, one, failed, save)
 
 
 async def long(b: Bench) -> None:
@@ -286,16 +147,18 @@ async def long(b: Bench) -> None:
     runs: dict[str, Any] = {}
     failed: dict[str, str] = {}
     # The tiny model's heads are too small for most attention kernels; Triton's take any size.
-    flags = {"attention-backend": "triton", "mem-fraction-static": 0.3, "cuda-graph-max-bs": 256, "dtype": "bfloat16"}
+    memory = 0.3 / a.long_servers
+    flags = {"attention-backend": "triton", "mem-fraction-static": memory, "cuda-graph-max-bs": 256, "dtype": "bfloat16"}
 
     async def one(name: str, run: Run, share_s: float) -> None:
-        url, facts = await b.server(model, a.long_slots, **flags)
-        at_once = ("--sglang-server-concurrency", str(a.long_slots))
+        each = a.long_slots // a.long_servers
+        servers = await b.servers(model, each, n=a.long_servers, **flags)
+        at_once = ("--sglang-server-concurrency", str(each))
         limit_s = min(share_s, b.left_s - ENDING_S)
-        ended = await b.run(name, run, [*words, *_external(url), *at_once, *run.flags], facts, limit_s)
+        ended = await b.run(name, run, [*words, *at_once, *run.flags], servers, limit_s)
         found = read.held_out(b.metrics(name), 0.85)
         if not found.get("curve"):
-            raise RuntimeError(f"run {name}: {ended}: {_tail(b.out / f'{name}.log')}")
+            raise RuntimeError(f"run {name}: {ended}: {tail_of(b.out / f'{name}.log')}")
         runs[name] = ended | found
 
     def save() -> None:
@@ -311,43 +174,7 @@ async def long(b: Bench) -> None:
             "failed": failed, "runs": runs,
         })  # fmt: skip
 
-    await _all(b, chosen, one, failed, save)
-
-
-async def _all(b: Bench, chosen: dict[str, Run], one: Any, failed: dict[str, str], save: Any) -> None:
-    """Each run with its share of the time that is left. One that fails is told, and the server with it given up."""
-    waiting = dict(chosen)
-    for name, run in chosen.items():
-        share_s = b.left_s * run.weight / sum(r.weight for r in waiting.values())
-        del waiting[name]
-        if b.left_s < 20 + ENDING_S:
-            failed[name] = "not begun: no time left"
-            continue
-        began = time.monotonic()
-        try:
-            await one(name, run, share_s)
-        except Exception as error:  # noqa: BLE001 - the other runs go on
-            traceback.print_exc()
-            failed[name] = f"{type(error).__name__}: {error}"[:2000]
-            await b.stop()
-        save()
-        print(f"[{name}] {time.monotonic() - began:.1f} s of {share_s:.0f}; {b.left_s:.0f} left", flush=True)
-    await b.stop()
-
-
-def _external(url: str) -> list[str]:
-    return [
-        "--engine",
-        "external",
-        "--rollout-external-engine-addrs",
-        url.removeprefix("http://"),
-        "--num-generation-workers",
-        "1",
-    ]
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-1500:]
+    await run_all(b, chosen, one, failed, save)
 
 
 def main() -> int:
@@ -375,7 +202,8 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=3, help="of long")
     parser.add_argument("--long-steps", type=int, default=40)
-    parser.add_argument("--long-slots", type=int, default=128)
+    parser.add_argument("--long-slots", type=int, default=128, help="of all servers together")
+    parser.add_argument("--long-servers", type=int, default=1, help="on the engines' GPU")
     parser.add_argument("--long-flags", default="[]", help="further flags of miles-async train, as a JSON list")
     parser.add_argument("--only", nargs="*", help="only these runs of long")
     parser.add_argument("--fused", action="store_true", help="tails: all but a draw by our sampler")

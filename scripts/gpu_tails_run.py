@@ -1,13 +1,14 @@
 """`miles-async train` on a server that somebody else booted with our functions inside, so that runs share one boot.
 
-    MILES_ASYNC_SHARED_INSIDE=DIR python scripts/gpu_tails_run.py train ...
+    MILES_ASYNC_SHARED_INSIDE='{"127.0.0.1:30000": DIR}' python scripts/gpu_tails_run.py train ...
 
-DIR: the server's folder of letters (actors/generation/inside.py). A run cannot know it of an external engine, and without it
+DIR: that server's folder of letters (actors/generation/inside.py). A run cannot know it of an external engine, and without it
 in_place acts like retract. Runs the code that PYTHONPATH names, also that of another commit.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import Any
@@ -21,11 +22,11 @@ def main() -> int:
     from miles_async.cli.app import main as miles_async
     from miles_async.launcher import engines
 
-    inside, spec_of = os.environ.get(VARIABLE, ""), engines.generation_spec
+    inside, spec_of = json.loads(os.environ[VARIABLE]), engines.generation_spec
 
     def with_inside(*args: Any, **fields: Any) -> Any:
         spec = spec_of(*args, **fields)
-        return msgspec.structs.replace(spec, inside=inside) if spec.engine == "external" else spec
+        return msgspec.structs.replace(spec, inside=inside.get(spec.engine_url.removeprefix("http://"), spec.inside))
 
     engines.generation_spec = with_inside
     return miles_async()
