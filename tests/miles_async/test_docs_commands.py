@@ -278,7 +278,7 @@ class Desk:
         [command] = [command for command in self.left.values() if command.name == name]
         del self.left[command.words]
         if status not in (0, 130):
-            self.wrong.append(f"{command}: status {status}")
+            self.wrong.append(f"{command}: status {status}: {self.said(name)}")
         self.compare(command, self.said(name))
 
 
