@@ -132,7 +132,7 @@ class Played(Engine):
 
 async def bench(args: argparse.Namespace, url: str, home: Path) -> dict[str, Any]:
     knobs = plain_knobs(
-        rollout_max_response_len=8193, partial_save_tokens=1 << 30, sglang_server_concurrency=args.slots,
+        rollout_max_response_len=8193, partial_rollout=True, partial_save_tokens=1 << 30, sglang_server_concurrency=args.slots,
         tail_slots=args.tail_slots, tail_after_tokens=args.tail_after,
     )  # fmt: skip
     engines = {f"w{i}": Played() for i in range(args.workers)}
