@@ -22,7 +22,7 @@ def main() -> int:
     from miles_async.cli.app import main as miles_async
     from miles_async.launcher import engines
 
-    inside, spec_of = json.loads(os.environ[VARIABLE]), engines.generation_spec
+    inside, spec_of = json.loads(os.environ.get(VARIABLE, "{}")), engines.generation_spec
 
     def with_inside(*args: Any, **fields: Any) -> Any:
         spec = spec_of(*args, **fields)
