@@ -66,6 +66,15 @@ def test_what_runs_is_read_from_all_steps_together_however_uneven_they_are():
     seen = observe(history_of(records))
     assert seen is not None
     assert seen.running == pytest.approx(128 * 0.6 / 1.2, rel=0.05)
+
+
+def test_slots_that_no_setting_tells_are_the_most_that_ran():
+    records = run_of(knobs={"sglang_server_concurrency": 0})
+    for number, record in enumerate(records[1:]):
+        record["metrics"][f"{RUNNING}/mean"] = 90.0 if number == 7 else 50.0
+    seen = observe(history_of(records))
+    assert seen is not None
+    assert seen.slots == 90
     drawn = [draw for group in itertools.islice(seen.groups(), 500) for draw in group.members]
     assert np.mean([s.seconds for s in drawn]) == pytest.approx(0.6, rel=0.05)
     assert np.mean([s.tokens for s in drawn]) == pytest.approx(100, rel=0.05)

@@ -103,7 +103,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
 def observe(history: History, *, slots: int = 0) -> Observed | None:
     """None when the record does not suffice: too few steps, none with spreads, or turns on shared GPUs, where engines and
     trainer never work at once. `slots`: samples that the engines take at once; 0 = workers seen times the setting, or what was
-    running."""
+    running at most."""
     knobs = live_knobs(history)
     steps = [s for s in history.steps[-LOOKED_AT:] if s.gap_s > 0 and not s.resumed and "perf/turn_s" not in s.metrics]
     steps = [s for s in steps if {"perf/wait_s", f"{SECONDS}/mean"} <= s.metrics.keys()]
@@ -132,7 +132,7 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
         policy=str(knobs.get("staleness_policy", "auto")),
         lookahead=int(_number(knobs.get("staleness_lookahead"))),
         over_sampling=int(_number(knobs.get("over_sampling_batch_size"))),
-        slots=slots or of_each * workers or math.ceil(running),
+        slots=slots or of_each * workers or math.ceil(max([running, *(workers * s.get(f"{RUNNING}/mean") for s, _, _ in seen)])),
     )
 
 
