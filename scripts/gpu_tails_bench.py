@@ -118,6 +118,9 @@ class Bench:
                 if self.metrics(name).exists():
                     packed = self.out / f"{name}.metrics.jsonl.gz"
                     packed.write_bytes(gzip.compress(self.metrics(name).read_bytes()))
+                said = self.metrics(name).parent / "logs" / "trainer.log"  # why torch compiled again, among others
+                if said.exists():
+                    (self.out / f"{name}.trainer.log").write_bytes(said.read_bytes()[-100_000:])
         return {"exit": process.returncode, "cut": cut, "seconds": round(time.monotonic() - began, 1)}
 
     def metrics(self, name: str) -> Path:
