@@ -4,7 +4,9 @@
 
 A token of one request takes ALPHA_S + SHRUNK * BETA_S * running seconds: 48 slots here are 384 on an H200 with Qwen3-0.6B, to
 which ALPHA_S and BETA_S were fitted (384 running: 45k tokens/s), and one process can play the engines. Prompts never run
-out. Prints one JSON object: tokens/s of all engines, requests running on each, seconds from a sample's first request to its end.
+out, or with --wave come so many at a time, every so many seconds: then what runs rises and falls. Prints one JSON object: tokens/s
+of all engines, requests running on each, seconds from a sample's first request to its end, and how much one request more slows
+the others, by what the samples tell and as it is.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from actors.generation.engine import Chunk, Engine, EngineHealth, EngineLoad, Ge
 from actors.generation.spec import GenerationSpec
 from actors.partial.actor import PartialBuffer, PartialSpec
 from actors.runtime.context import Context
+from actors.trainer.spread import PACE, RUNNING, pace_of
 from bus import Bus, BusConfig, Commit, Out, Reader
 from bus.knobs.live import LiveKnobs, publish_initial
 from bus.messages.active import Activate, PolicyActive
@@ -177,6 +180,8 @@ async def measure(args: argparse.Namespace, bus: Bus, engines: dict[str, Played]
     await reader.open()
     issued = 0
     lives: list[tuple[int, float]] = []
+    told: list[RolloutDone] = []
+    next_wave = 0.0
     begin = time.monotonic() + args.warm
     end = begin + args.seconds
     started = False
@@ -185,12 +190,14 @@ async def measure(args: argparse.Namespace, bus: Bus, engines: dict[str, Played]
             started, lives = True, []
             for engine in engines.values():
                 engine.tokens = engine.ticks = engine.sum_running = 0.0
-        if await bus.length(PROMPTS) < 2 * args.slots * args.workers:
-            await bus.append([Out(PROMPTS, task_of(args.lengths, issued + i)) for i in range(256)])
-            issued += 256
+        if time.monotonic() > next_wave if args.wave else await bus.length(PROMPTS) < 2 * args.slots * args.workers:
+            n, next_wave = args.wave or 256, time.monotonic() + args.every
+            await bus.append([Out(PROMPTS, task_of(args.lengths, issued + i)) for i in range(n)])
+            issued += n
         for entry in await reader.read(256, TICK_S):
             message = await bus.message(entry)
             if isinstance(message, RolloutDone):
+                told.append(message)
                 rid = message.task.sample_id
                 first = min(e.first_s[rid] for e in engines.values() if rid in e.first_s)
                 lives.append((message.response.n_tokens, time.monotonic() - first))
@@ -198,11 +205,15 @@ async def measure(args: argparse.Namespace, bus: Bus, engines: dict[str, Played]
             reader.forget([entry])
     await reader.close()
     seconds = sorted(s for _, s in lives)
+    pace = pace_of(told)
+    slope = pace.get(f"{PACE}/per_running", 0.0)
+    alone = pace.get(f"{PACE}/mean", 0.0) - slope * pace.get(f"{RUNNING}/mean", 0.0)
     longest = sorted(s for n, s in lives if n >= max(n for n, _ in lives) * 0.9)
     return {
         "tokens_per_s": round(sum(e.tokens for e in engines.values()) / args.seconds),
         "running": [round(e.sum_running / e.ticks) for e in engines.values()],
         "samples": len(lives),
+        "slowdown a request, told and true": [round(slope / alone, 4) if alone else None, round(SHRUNK * BETA_S / ALPHA_S, 4)],
         "seconds p50 p99 most": [round(seconds[int(q * (len(seconds) - 1))], 1) for q in (0.5, 0.99, 1.0)],
         "longest 10 % of the length: seconds, mean": round(sum(longest) / len(longest), 1),
     }
@@ -225,6 +236,8 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("geometric", "heavy"), default="heavy")
     parser.add_argument("--tail-slots", type=int, default=0)
     parser.add_argument("--tail-after", type=int, default=0)
+    parser.add_argument("--wave", type=int, default=0, help="prompts at a time; 0: they never run out")
+    parser.add_argument("--every", type=float, default=9.0, help="seconds from one wave to the next")
     parser.add_argument("--warm", type=float, default=60.0, help="seconds before that")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds measured")
     args = parser.parse_args()

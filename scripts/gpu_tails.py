@@ -111,7 +111,7 @@ async def tails(b: Bench) -> None:
         flags = {"mem-fraction-static": 0.8, "random-seed": 1} | ({"kv-cache-dtype": "fp8_e4m3"} if run.half else {})
         servers = await b.servers(model, a.slots, fused=a.fused and not run.before, **flags)
         limit_s = min(share_s, b.left_s - ENDING_S)
-        ended = await b.run(name, run, [*words, *run.flags], servers, limit_s)
+        ended = await b.run(name, [*words, *run.flags], servers, limit_s, before=run.before)
         found = read.figures(b.metrics(name), warm=a.warm, steps=a.steps)
         if not found:
             raise RuntimeError(f"variant {name}: {ended}: {tail_of(b.out / f'{name}.log')}")
@@ -155,7 +155,7 @@ async def long(b: Bench) -> None:
         servers = await b.servers(model, each, n=a.long_servers, **flags)
         at_once = ("--sglang-server-concurrency", str(each))
         limit_s = min(share_s, b.left_s - ENDING_S)
-        ended = await b.run(name, run, [*words, *at_once, *run.flags], servers, limit_s)
+        ended = await b.run(name, [*words, *at_once, *run.flags], servers, limit_s)
         found = read.held_out(b.metrics(name), 0.85)
         if not found.get("curve"):
             raise RuntimeError(f"run {name}: {ended}: {tail_of(b.out / f'{name}.log')}")

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Protocol
+from typing import Any
 
 import gpu_bench
 import gpu_parts as parts
@@ -26,15 +26,6 @@ from gpu_tails_run import VARIABLE
 from actors.generation.sglang_client import SGLangClient
 
 ENDING_S = 12.0  # of a run that is told to end
-
-
-class Run(Protocol):
-    """`weight`: its part of the time. `before`: by the older commit's code."""
-
-    @property
-    def weight(self) -> float: ...
-    @property
-    def before(self) -> bool: ...
 
 
 Servers = list[tuple[str, dict[str, Any]]]
@@ -64,7 +55,7 @@ class Bench:
         self, model: Path, max_running: int, *, n: int = 1, fused: bool = False, **flags: Any
     ) -> Servers:
         """URLs and facts of `n` servers on one GPU, with these flags, that are well and idle; boots them if need be, one after the
-        other (two at once disturb each other's look at its memory). `fused`: the first draws by ours."""
+        other (two at once disturb each other's look at its memory). `fused`: they draw by our sampler."""
         gpu = self.args.engine == "sglang"
         args = gpu_bench.GPU_ARGS | flags | json.loads(self.args.server_args) if gpu else {}
         well = all([await _idle(url) for url, _ in self._up])
@@ -85,7 +76,8 @@ class Bench:
             self._args = args
             self.boots.append({"boot_s": facts["boot_s"], "note": facts["note"], "args": args})
         if fused and not self._fused:
-            await fuse(self._up[0][0], self._up[0][1]["inside"])
+            for url, facts in self._up:
+                await fuse(url, facts["inside"])
             self._fused = True
         return self._up
 
@@ -93,9 +85,12 @@ class Bench:
         self._up, self._fused = [], False
         await self._server.aclose()
 
-    async def run(self, name: str, run: Run, words: list[str], servers: Servers, limit_s: float) -> dict[str, Any]:
-        """One run to its end or its limit, on these servers: how it ended. What it says is read by others."""
-        tree = self.before() if run.before else parts.REPO
+    async def run(
+        self, name: str, words: list[str], servers: Servers, limit_s: float, *, before: bool = False
+    ) -> dict[str, Any]:
+        """One run to its end or its limit, on these servers: how it ended. What it says is read by others. `before`: by the older
+        commit's code."""
+        tree = self.before() if before else parts.REPO
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(tree), _without_repo(os.environ.get("PYTHONPATH", ""))]),
@@ -131,9 +126,7 @@ class Bench:
         tree, packed = self.scratch / "before", Path(self.args.before)
         if not tree.exists():
             if not packed.exists():
-                raise FileNotFoundError(
-                    f"{packed} is missing; the docstring of {Path(__file__).name} says how to make it"
-                )
+                raise FileNotFoundError(f"{packed} is missing; gpu_tails.py --help says how to make it")
             with tarfile.open(packed) as archive:
                 archive.extractall(tree, filter="data")
         return tree

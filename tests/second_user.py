@@ -17,7 +17,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 def as_nobody(act: Callable[[], Any]) -> Any:
     """What `act` returns, or the exception that it raises (returned, too). It imports nothing new."""
-    codecs.lookup("idna")  # what names of hosts are written in: a module that nobody may be unable to read
+    codecs.lookup("idna")  # what names of hosts are written in: a module that this user may be unable to read
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, when other threads run

@@ -143,7 +143,7 @@ class Running:
         self.told: dict[int, Call] = {}
         self.n_tokens = 0  # of all turns
         self.made_here = 0  # of these, in this process
-        self._met = self._met_in = 0  # requests beside each token as it came, summed, and the tokens for which they were counted
+        self._beside = self._beside_of = 0  # requests as each token came, summed, and the tokens for which they were counted
         self.thrown = 0  # tokens that the ledger knows and the program began again without
         self.has_saved = False  # pieces of it lie on the bus
         self.saves = True  # whether they are of use to anyone
@@ -169,12 +169,12 @@ class Running:
     def beside(self) -> float | msgspec.UnsetType:
         """Requests that its engine had at once, itself included: mean over the tokens that came here. By tokens, since a token then
         takes in the mean what the engine takes at the mean of what runs."""
-        return round(self._met / self._met_in, 2) if self._met_in else msgspec.UNSET
+        return round(self._beside / self._beside_of, 2) if self._beside_of else msgspec.UNSET
 
-    def meet(self, requests: int, n: int) -> None:
+    def count_beside(self, requests: int, n: int) -> None:
         """So many requests its engine had, itself included, when `n` tokens came."""
-        self._met += requests * n
-        self._met_in += n
+        self._beside += requests * n
+        self._beside_of += n
 
     @property
     def begun(self) -> bool:

@@ -158,7 +158,7 @@ class Turns:
             async for chunk in stream:
                 finish = running.take(turn, chunk, link.versions)
                 pace.tokens += len(chunk.token_ids)
-                running.meet(pace.asked, len(chunk.token_ids))
+                running.count_beside(pace.asked, len(chunk.token_ids))
                 if more is not None and not more(turn):
                     turn.finish = "stop"
                     await stream.aclose()

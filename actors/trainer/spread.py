@@ -40,7 +40,7 @@ def spread_metrics(groups: Sequence[GroupKept], *, step: int) -> dict[str, float
     return {
         **_quantiles(LENGTH, [r.response.n_tokens for r in flat]),
         **_quantiles(SECONDS, [s for group in seconds for s in group if s > 0]),
-        **_pace(flat),
+        **pace_of(flat),
         **_quantiles(STRAGGLER, [max(group) * len(group) / sum(group) for group in timed]),
         **_shares(BORN, (staleness(step, s[0].step) for s in spans)),
         **_shares(SPANNED, (staleness(s[-1].step, s[0].step) for s in spans)),
@@ -68,7 +68,8 @@ def whole_seconds(rollout: RolloutDone) -> float:
     return rollout.generate_s * rollout.n_made / made if made > 0 else 0.0
 
 
-def _pace(rollouts: Sequence[RolloutDone]) -> dict[str, float]:
+def pace_of(rollouts: Sequence[RolloutDone]) -> dict[str, float]:
+    """How many ran beside these samples, and what a token took and one request more added; {} where they do not tell."""
     told = [
         (r.n_made - r.resumed_tokens, r.running, r.generate_s)
         for r in rollouts
