@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.generation import pace
+from actors.generation.actor import Worker
 from actors.generation.engine import EngineUnavailable, GenerateRequest
 from actors.generation.sglang_client import SGLangClient
 from actors.generation.sglang_wire import load_of
 from actors.generation.spec import GenerationSpec
-from bus import Out
+from bus import Bus, Out
 from bus.knobs.live import propose
 from bus.messages.active import PolicyActive
 from bus.messages.versions import PolicyVersion
@@ -22,6 +26,19 @@ from tests.actors.house import until
 from tests.engine.conftest import Http, Target, engine_process
 from tests.engine.processes import until_async
 from tests.engine.workers import at_work, events, order, rollouts_of, sample, told
+
+
+@asynccontextmanager
+async def worker_on(
+    model: Path, redis_url: str, run_name: str, *words: str, **knobs: Any
+) -> AsyncIterator[tuple[Bus, Worker, subprocess.Popen[str]]]:
+    """Bus, worker and process of an engine that serves its first version."""
+    with engine_process(model, "--stream-interval", "8", *words) as (url, process):
+        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(model))
+        async with at_work(redis_url, run_name, spec, knobs=knobs) as (bus, worker):
+            await until(lambda: told(bus, "joined", 1))
+            await bus.append([Out(ACTIVE, order(1, model))])
+            yield bus, worker, process
 
 
 async def test_an_engine_tells_how_full_it_is(http: Http, client: SGLangClient, target: Target) -> None:
@@ -55,28 +72,25 @@ async def test_auto_begins_with_half_of_what_the_engine_runs_and_a_number_ends_i
     redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]]
 ) -> None:
     first, _ = models("qwen3-endless")
-    with engine_process(first, "--stream-interval", "8", "--max-running-requests", "6") as (url, _):
-        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
-        async with at_work(redis_url, run_name, spec, knobs={"sglang_server_concurrency": 0}) as (bus, worker):
-            await until(lambda: told(bus, "joined", 1))
-            await bus.append([Out(ACTIVE, order(1, first))])
-            await bus.append([Out(PROMPTS, sample(f"g{i}")) for i in range(60)])
-            context = worker._context
+    six = ("--max-running-requests", "6")
+    async with worker_on(first, redis_url, run_name, *six, sglang_server_concurrency=0) as (bus, worker, _):
+        await bus.append([Out(PROMPTS, sample(f"g{i}")) for i in range(60)])
+        context = worker._context
 
-            async def at_once(n: int) -> bool:
-                return context.in_flight == n == context.vitals().slots
+        async def at_once(n: int) -> bool:
+            return context.in_flight == n == context.vitals().slots
 
-            await until(lambda: at_once(3))
-            [event] = await events(bus, "slots")
-            assert event.data["slots"] == 3
-            await propose(bus, {"sglang_server_concurrency": 5}, author="test")
-            await until(lambda: at_once(5))
-            await propose(bus, {"sglang_server_concurrency": 0, "sglang_concurrency_max": 4}, author="test")
+        await until(lambda: at_once(3))
+        [event] = await events(bus, "slots")
+        assert event.data["slots"] == 3
+        await propose(bus, {"sglang_server_concurrency": 5}, author="test")
+        await until(lambda: at_once(5))
+        await propose(bus, {"sglang_server_concurrency": 0, "sglang_concurrency_max": 4}, author="test")
 
-            async def auto_again() -> bool:
-                return context.vitals().slots == 2
+        async def auto_again() -> bool:
+            return context.vitals().slots == 2
 
-            await until(auto_again)
+        await until(auto_again)
 
 
 async def test_a_masked_share_above_the_one_allowed_lowers_the_slots(
@@ -84,43 +98,35 @@ async def test_a_masked_share_above_the_one_allowed_lowers_the_slots(
 ) -> None:
     first, _ = models("qwen3-endless")
     knobs = {"sglang_server_concurrency": 0, "sglang_concurrency_max": 16, "max_masked_fraction": 0.01}
-    with engine_process(first, "--stream-interval", "8") as (url, _):
-        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
-        async with at_work(redis_url, run_name, spec, knobs=knobs) as (bus, worker):
-            await until(lambda: told(bus, "joined", 1))
-            await bus.append([Out(ACTIVE, order(1, first))])
-            await bus.append([Out(PROMPTS, sample(f"g{i}")) for i in range(200)])
+    async with worker_on(first, redis_url, run_name, **knobs) as (bus, worker, _):
+        await bus.append([Out(PROMPTS, sample(f"g{i}")) for i in range(200)])
 
-            async def has(slots: int) -> bool:
-                return worker._context.slots == slots
+        async def has(slots: int) -> bool:
+            return worker._context.slots == slots
 
-            await until(lambda: has(8))
-            step = 0
+        await until(lambda: has(8))
+        step = 0
 
-            async def lowered() -> bool:
-                nonlocal step
-                step += 1
-                said = PolicyActive(version=PolicyVersion(1, 1), masked_fraction=0.05, masked_step=step)
-                await bus.append([Out(ACTIVE, said)])
-                return await has(6)
+        async def lowered() -> bool:
+            nonlocal step
+            step += 1
+            said = PolicyActive(version=PolicyVersion(1, 1), masked_fraction=0.05, masked_step=step)
+            await bus.append([Out(ACTIVE, said)])
+            return await has(6)
 
-            await until(lowered, deadline_s=40)
-            assert (await events(bus, "slots"))[-1].data == {"slots": 6, "why": "masked share"}
+        await until(lowered, deadline_s=40)
+        assert (await events(bus, "slots"))[-1].data == {"slots": 6, "why": "masked share"}
 
 
 async def test_a_sample_tells_how_many_ran_beside_it_on_average_over_its_tokens(
     redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]]
 ) -> None:
     first, _ = models("qwen3-endless")
-    with engine_process(first, "--stream-interval", "8") as (url, _):
-        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
-        async with at_work(redis_url, run_name, spec, knobs={"sglang_server_concurrency": 2}) as (bus, _):
-            await until(lambda: told(bus, "joined", 1))
-            await bus.append([Out(ACTIVE, order(1, first))])
-            await bus.append([Out(PROMPTS, sample("long")), Out(PROMPTS, sample("short", tokens=150))])
-            both = {done.task.group_id: done.running for done in await rollouts_of(bus, 2)}
-            await bus.append([Out(PROMPTS, sample("alone", tokens=150))])
-            alone = (await rollouts_of(bus, 3))[-1].running
+    async with worker_on(first, redis_url, run_name, sglang_server_concurrency=2) as (bus, _, _):
+        await bus.append([Out(PROMPTS, sample("long")), Out(PROMPTS, sample("short", tokens=150))])
+        both = {done.task.group_id: done.running for done in await rollouts_of(bus, 2)}
+        await bus.append([Out(PROMPTS, sample("alone", tokens=150))])
+        alone = (await rollouts_of(bus, 3))[-1].running
     assert 1.0 < both["long"] < both["short"] <= 2.0
     assert alone == 1.0
 
@@ -132,27 +138,23 @@ async def test_the_worker_shows_the_pace_of_its_engine_and_for_how_long_it_has_b
     monkeypatch.setattr(pace, "LOOK_S", 0.1)
     monkeypatch.setattr(pace, "RATE_S", 0.3)
     first, _ = models("qwen3-endless")
-    with engine_process(first, "--stream-interval", "8") as (url, process):
-        spec = GenerationSpec(engine="external", engine_url=url, model_path=str(first))
-        async with at_work(redis_url, run_name, spec, knobs={"sglang_server_concurrency": 4}) as (bus, worker):
-            await until(lambda: told(bus, "joined", 1))
-            await bus.append([Out(ACTIVE, order(1, first))])
-            await bus.append([Out(PROMPTS, sample(f"g{i}")) for i in range(40)])
-            shown = worker._context.counters
+    async with worker_on(first, redis_url, run_name, sglang_server_concurrency=4) as (bus, worker, process):
+        await bus.append([Out(PROMPTS, sample(f"g{i}")) for i in range(40)])
+        shown = worker._context.counters
 
-            async def works() -> bool:
-                busy = shown.get("engine/asked", 0) == 4 and shown.get("engine/tokens_per_s", 0) > 0
-                return busy and shown["engine/silent_s"] < 0.5
+        async def works() -> bool:
+            busy = shown.get("engine/asked", 0) == 4 and shown.get("engine/tokens_per_s", 0) > 0
+            return busy and shown["engine/silent_s"] < 0.5
 
-            await until(works)
-            process.send_signal(signal.SIGSTOP)
+        await until(works)
+        process.send_signal(signal.SIGSTOP)
 
-            async def silent() -> bool:
-                return shown["engine/silent_s"] > 1.0
+        async def silent() -> bool:
+            return shown["engine/silent_s"] > 1.0
 
-            await until(silent)
-            process.send_signal(signal.SIGCONT)
-            await until(works)
+        await until(silent)
+        process.send_signal(signal.SIGCONT)
+        await until(works)
 
 
 async def test_an_engine_that_is_gone_tells_nothing() -> None:
