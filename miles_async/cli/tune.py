@@ -17,7 +17,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from miles_async.cli.options import add_json_option, add_run_options, on_bus, print_json
-from miles_async.settings.catalog import FieldSpec, catalog
+from miles_async.settings.catalog import FieldSpec, catalog, shown_value
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch
 from miles_async.settings.runs import RunRef
@@ -216,12 +216,3 @@ def document(history: "list[KnobPatch]", run: str) -> dict[str, Any]:
             if spec.name in live.live
         },
     }
-
-
-def shown_value(value: object, spec: FieldSpec | None = None) -> str:
-    """A value as the user would write it."""
-    if spec is not None and spec.auto is not None and value == spec.auto:
-        return "auto"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)

@@ -17,11 +17,11 @@ from bus.dead import drop, find_letter, read_letters, retry
 from bus.knobs.live import propose, read_history, revert
 from miles_async.cli.bus_dead import letter_json
 from miles_async.cli.samples import choose, kept
-from miles_async.cli.tune import author, changes_text, document, shown_value
+from miles_async.cli.tune import author, changes_text, document
 from miles_async.console.trace import known
 from miles_async.console.trace_live import trace
 from miles_async.console.web.curves import whole_run
-from miles_async.settings.catalog import catalog
+from miles_async.settings.catalog import catalog, shown_value
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch
 from miles_async.settings.runs import list_runs

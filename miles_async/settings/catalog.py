@@ -228,3 +228,12 @@ def kinds() -> dict[str, dict[str, Any]]:
         kind = {"type": "str" if spec.kind == "choice" else spec.kind, "optional": spec.optional}
         found[name] = kind | {"choices": spec.shape.choices} | {word: bound for _, word, bound in spec.bounds}
     return found
+
+
+def shown_value(value: object, spec: FieldSpec | None = None) -> str:
+    """A value as the user would write it."""
+    if spec is not None and spec.auto is not None and value == spec.auto:
+        return "auto"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)

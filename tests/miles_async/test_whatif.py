@@ -173,6 +173,7 @@ def test_slots_that_the_run_finds_are_found_in_the_simulation_too(monkeypatch):
     assert wide.simulated["slots"].mean < wide.then["slots"].mean <= SLOTS
     assert "engine slots, found by themselves" in text(wide)
     fixed = compare(seen, {"sglang_server_concurrency": 48, "max_masked_fraction": None}, seeds=1)
+    assert "Asked: sglang_server_concurrency auto -> 48, max_masked_fraction 0.001 -> none" in text(fixed)
     assert "slots" not in fixed.then
 
 

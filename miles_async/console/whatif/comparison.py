@@ -14,6 +14,7 @@ from miles_async.console.whatif.outcome import Outcome
 from miles_async.console.whatif.record import Recorded, knobs_of
 from miles_async.console.whatif.setup import Knobs
 from miles_async.console.whatif.simulation import Simulation, Stands
+from miles_async.settings.catalog import catalog, shown_value
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.flat import Flat
 from miles_async.settings.rules import check_rules
@@ -141,7 +142,11 @@ def text(found: Comparison) -> str:
     lines += [f"Note: {note}" for note in found.notes]
     columns = {"measured": {k: Figure(v, 0.0) for k, v in found.measured.items()}, "simulated": found.simulated}
     if found.then:
-        asked = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in found.changed.items())
+        specs = catalog()
+        asked = ", ".join(
+            f"{name} {shown_value(before, specs[name])} -> {shown_value(after, specs[name])}"
+            for name, (before, after) in found.changed.items()
+        )
         lines.append(f"Asked: {asked}")
         columns["then"] = found.then
     known = dict.fromkeys(name for figures in columns.values() for name in figures)
