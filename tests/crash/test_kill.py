@@ -120,8 +120,16 @@ def test_killed_and_stopped_at_one_place_after_the_other(run_of: Launch) -> None
     run.start(fault=",".join([f"{STOPPED}:STOP", *(f"{point}:KILL" for point in FAST)]))
     until(f"the stop at {STOPPED}", lambda: f"{STOPPED}:STOP" not in run.to_come)
     zombie = run.pid("generation-0")
+
+    def asked(actor: str) -> bool:
+        try:
+            run.kill(actor, signal.SIGTERM)
+        except ProcessLookupError:  # one of the deaths to come was its own: it is about to be started again
+            return False
+        return True
+
     for actor in ("publisher", "reward-0", "filter"):  # asked politely, each ends as if its work were done
-        run.kill(actor, signal.SIGTERM)
+        until(f"{actor}, alive", lambda actor=actor: asked(actor))
     outlast_a_lease()
     os.kill(zombie, signal.SIGCONT)
     run.finish()
