@@ -9,8 +9,9 @@
 
 Variants of tails (--variants, run in the order given): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound
 2; e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked; f, g as b, d with keys and values of 8
-bits (a server of their own). Of long: bounds 0, 2, 4 by seed.
-All runs share one server, whose boot would cost as much as a run (gpu_tails_run.py); long may have more than one (--long-servers),
+bits (a server of their own); h, i as b, d with both GPUs doing both at once (two ranks train, two engines of half the slots generate,
+no turns). Of long: bounds 0, 2, 4 by seed.
+All runs but h and i share one server, whose boot would cost as much as a run (gpu_tails_run.py); long may have more than one (--long-servers),
 whose schedulers are processes of their own. A run that fails gets the next one servers of its own.
 The budget is divided among the runs; one that outlasts its part is ended and its steps so far count.
 Files are written anew after every run. `--engine embedded --shape tiny --mean-tokens 40 --new-tokens 126 --slots 48` rehearses
@@ -31,12 +32,14 @@ from typing import Any
 import gpu_e2e
 import gpu_parts as parts
 import gpu_tails_read as read
-from gpu_tails_bench import ENDING_S, Bench, run_all, tail_of
+from gpu_tails_bench import ENDING_S, Bench, Servers, run_all, tail_of
 
 from actors.runtime.staleness import Rule
 
 BATCH, GROUP = 32, 8
 ALL_ADMITTED = ("--over-sampling-batch-size", "0")  # instead of what the file of long says
+OWN_ENGINES = ("--sglang-mem-fraction-static", "0.5", "--sglang-attention-backend", "fa3", "--sglang-sampling-backend", "pytorch",
+               "--sglang-cuda-graph-max-bs", "256", "--sglang-random-seed", "1")  # fmt: skip
 DRAIN = 6  # last steps of a run, which no prompt follows: never counted (the highest bound and one, and one to spare)
 
 
@@ -52,6 +55,7 @@ class Run:
     bound: int = 2
     cap: int = 0
     half: bool = False  # keys and values of 8 bits in the engine
+    shared: bool = False  # trainer and engines on both GPUs, at once
 
 
 def _tails(slots: int) -> dict[str, Run]:
@@ -66,7 +70,14 @@ def _tails(slots: int) -> dict[str, Run]:
         "d": Run((*auto, "--max-weight-staleness", "2"), 1.3),
         "f": Run((*fixed, "--max-weight-staleness", "4"), bound=4, half=True),
         "g": Run((*auto, "--max-weight-staleness", "2"), 1.3, half=True),
+        "h": Run((*_halved(fixed), "--max-weight-staleness", "4"), 1.4, bound=4, shared=True),
+        "i": Run((*_halved(auto), "--max-weight-staleness", "2"), 1.6, shared=True),
     }
+
+
+def _halved(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """The slots of each of two engines."""
+    return tuple(str(int(word) // 2) if word.isdigit() else word for word in flags)
 
 
 def _long(seeds: int, steps: int) -> dict[str, Run]:
@@ -101,27 +112,40 @@ async def tails(b: Bench) -> None:
     ]
     if a.engine == "sglang":
         words += ["--model-dtype", "bfloat16", "--max-tokens-per-gpu", "16384"]
+    at_once = ["--colocate", "--no-offload", "--actor-num-gpus-per-node", "2", "--update-weight-transport", "ipc"]
+    if a.engine == "sglang":  # activations of half as many tokens, and an engine, fit an 80 GB GPU
+        at_once += ["--max-tokens-per-gpu", "8192", *OWN_ENGINES, *(["--sglang-fused-sampling"] if a.fused else [])]
+    else:
+        at_once += ["--num-generation-workers", "2"]
     chosen = {name: _tails(a.slots)[name] for name in a.variants}
     runs: dict[str, Any] = {}
     failed: dict[str, str] = {}
     seen: dict[str, Any] = {}
     known = {"slots": a.slots, "stop_ids": len(ids), "mean_asked": a.mean_tokens, "cut": a.new_tokens, "warm": a.warm}
 
-    async def one(name: str, run: Run, share_s: float) -> None:
+    async def servers_of(run: Run) -> Servers:
+        if run.shared:
+            await b.stop()
+            return []
         flags = {"mem-fraction-static": 0.8, "random-seed": 1} | ({"kv-cache-dtype": "fp8_e4m3"} if run.half else {})
-        servers = await b.servers(model, a.slots, fused=a.fused and not run.before, **flags)
+        return await b.servers(model, a.slots, fused=a.fused and not run.before, **flags)
+
+    async def one(name: str, run: Run, share_s: float) -> None:
+        servers = await servers_of(run)
         limit_s = min(share_s, b.left_s - ENDING_S)
-        ended = await b.run(name, [*words, *run.flags], servers, limit_s, before=run.before)
+        more = at_once if run.shared else []
+        ended = await b.run(name, [*words, *more, *run.flags], servers, limit_s, before=run.before)
         found = read.figures(b.metrics(name), warm=a.warm, steps=a.steps)
         if not found:
             raise RuntimeError(f"variant {name}: {ended}: {tail_of(b.out / f'{name}.log')}")
-        runs[name] = ended | found | {"running": read.running(servers[0][1]["log"], found["window"])}
+        logs = [facts["log"] for _, facts in servers] or b.engine_logs(name)
+        runs[name] = ended | found | {"running": read.running(logs, found["window"])}
         seen[name] = read.seen_by_model(b.metrics(name), slots=a.slots, warm=a.warm, steps=a.steps)
 
     def save() -> None:
-        setups = {name: (run.rule, run.bound, run.cap) for name, run in chosen.items()}
+        setups = {name: (run.rule, run.bound, run.cap) for name, run in chosen.items() if not run.shared}
         try:
-            predicted = read.model(runs, seen, setups, a.slots, "b")
+            predicted = read.model({name: runs[name] for name in runs if name in setups}, seen, setups, a.slots, "b")
         except Exception as error:  # noqa: BLE001 - the measurements are dearer than what is made of them
             traceback.print_exc()
             predicted = {"failed": repr(error)}
@@ -191,7 +215,7 @@ def main() -> int:
     )
     parser.add_argument("--budget-s", type=float, default=530.0)
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="0.6b")
-    parser.add_argument("--variants", nargs="+", choices=list("abcedfg"), default=list("abced"))
+    parser.add_argument("--variants", nargs="+", choices=list("abcedfghi"), default=list("abced"))
     parser.add_argument("--steps", type=int, default=14, help="training steps that count")
     parser.add_argument("--warm", type=int, default=4, help="training steps before them")
     parser.add_argument("--slots", type=int, default=384, help="samples at once, at most")

@@ -121,6 +121,13 @@ class Bench:
     def metrics(self, name: str) -> Path:
         return self.scratch / "runs" / name / "metrics.jsonl"
 
+    def engine_logs(self, name: str) -> list[Path]:
+        """Of the SGLang servers that a run booted itself, kept beside its results."""
+        logs = sorted((self.scratch / "runs" / name).rglob("boot.*/log"))
+        for n, log in enumerate(logs):
+            (self.out / f"{name}.engine-{n}.log").write_bytes(log.read_bytes()[-100_000:])
+        return logs
+
     def before(self) -> Path:
         """The older commit's code, unpacked."""
         tree, packed = self.scratch / "before", Path(self.args.before)
@@ -199,8 +206,10 @@ async def run_all(
 
 
 def _external(servers: Servers) -> list[str]:
-    """Flags of a run that attaches these."""
+    """Flags of a run that attaches these; none for one with engines of its own."""
     at = [_at(url) for url, _ in servers]
+    if not at:
+        return []
     return ["--engine", "external", "--rollout-external-engine-addrs", *at, "--num-generation-workers", str(len(at))]
 
 

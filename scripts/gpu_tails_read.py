@@ -95,9 +95,17 @@ def figures(metrics: Path, *, warm: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def running(log: Path | None, window: Sequence[float]) -> dict[str, Any]:
-    """Requests at once by the server's own lines (one per 40 decode steps, whole seconds) within a window of wall time; {} where
-    it writes none. `series`: seconds since the window's begin, running, waiting, tokens/s, thinned to 120 points."""
+def running(logs: Sequence[Path | None], window: Sequence[float]) -> dict[str, Any]:
+    """Requests at once within a window of wall time, by what the servers wrote; of several together, with `engines`: each."""
+    each = [found for log in logs if (found := _running(log, window))]
+    if len(each) < 2:
+        return each[0] if each else {}
+    return {key: round(sum(one[key] for one in each), 1) for key in ("mean", "engine_tokens_per_s")} | {"engines": each}
+
+
+def _running(log: Path | None, window: Sequence[float]) -> dict[str, Any]:
+    """Of one server, by its own lines (one per 40 decode steps, whole seconds); {} where it writes none. `series`: seconds since the
+    window's begin, running, waiting, tokens/s, thinned to 120 points."""
     if log is None or not log.exists():
         return {}
     seen: list[tuple[float, int, int, float]] = []
