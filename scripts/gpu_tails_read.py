@@ -104,8 +104,8 @@ def running(logs: Sequence[Path | None], window: Sequence[float]) -> dict[str, A
 
 
 def _running(log: Path | None, window: Sequence[float]) -> dict[str, Any]:
-    """Of one server, by its own lines (one per 40 decode steps, whole seconds); {} where it writes none. `series`: seconds since the
-    window's begin, running, waiting, tokens/s, thinned to 120 points."""
+    """Of one server, by its own lines (one per 40 decode steps, whole seconds); {} where it writes none. `series`: seconds since
+    the window's begin, running, waiting, tokens/s, thinned to 120 points."""
     if log is None or not log.exists():
         return {}
     seen: list[tuple[float, int, int, float]] = []
