@@ -9,7 +9,7 @@
 
 Variants of tails (--variants, run in the order given): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound
 2; e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked; f, g as b, d with keys and values of 8
-bits (a server of their own); h, i as b, d with both GPUs doing both at once, without turns (two ranks train, each of two engines has
+bits (a server of their own); h, i as b, d with both GPUs doing both at once, without turns (two ranks train, each engine has
 half of the slots). Of long: bounds 0, 2, 4 by seed.
 All runs but h and i share one server, whose boot would cost as much as a run (gpu_tails_run.py); long may have more than one
 (--long-servers), whose schedulers are processes of their own. A run that fails gets the next one servers of its own.
