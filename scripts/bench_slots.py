@@ -4,7 +4,8 @@
     python scripts/bench_slots.py --out docs/measurements/slots.json
 
 Geometric lengths (mean 690 tokens, cut at 2,048), 32 groups of 8, a step of training 1.9 s, one engine of at most 384 slots whose
-requests take 2 ms a token alone and 31 us more for each one beside it (about an H100 with a model of 0.6B).
+requests take 2 ms a token alone and 31 us more for each one beside it (about an H100 with a model of 0.6B). `early`: 18 steps after
+the run's first 6, of more seeds.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ def groups(chance: random.Random) -> Iterator[DrawnGroup]:
         yield DrawnGroup(tuple(Draw(n, TOKEN_S * n) for n in tokens))
 
 
-def play(bound: int, slots: int, auto: Limits | None, args: argparse.Namespace) -> dict[str, float]:
+def play(bound: int, slots: int, auto: Limits | None, steps: int, warm: int, seeds: int) -> dict[str, float]:
     """Means over the seeds."""
     knobs = Knobs(
         max_weight_staleness=bound, staleness_policy="split", rollout_batch_size=32, n_samples_per_prompt=8, slots=slots, auto=auto,
     )  # fmt: skip
     found: list[Outcome] = []
-    for seed in range(args.seeds):
+    for seed in range(seeds):
         chance = rng_for(seed, "slots")
-        found.append(Simulation(knobs, PACE, groups(chance), chance).play(args.steps, args.warm))
+        found.append(Simulation(knobs, PACE, groups(chance), chance).play(steps, warm))
     return {
         "step_s": round(fmean(o.step_s for o in found), 3),
         "masked": round(fmean(o.masked for o in found), 5),
@@ -62,11 +63,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
+    long = (args.steps, args.warm, args.seeds)
     for bound in sorted({bound for bound, _ in ALLOWED}):
-        rows += [{"bound": bound, "fixed": slots, **play(bound, slots, None, args)} for slots in FIXED]
+        rows += [{"bound": bound, "fixed": slots, **play(bound, slots, None, *long)} for slots in FIXED]
         for allowed in (a for b, a in ALLOWED if b == bound):
             auto = Limits.of(8, (MOST,), allowed, bound, 1)
-            rows.append({"bound": bound, "allowed": allowed, **play(bound, MOST // 2, auto, args)})
+            found = play(bound, auto.first, auto, *long)
+            early = play(bound, auto.first, auto, 18, 6, 3 * args.seeds)
+            rows.append({"bound": bound, "allowed": allowed, **found, "early": early})
         print("\n".join(json.dumps(row) for row in rows if row["bound"] == bound), flush=True)
     if args.out:
         args.out.write_text(json.dumps({"command": " ".join(sys.argv), "rows": rows}, indent=1) + "\n")

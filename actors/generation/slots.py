@@ -31,7 +31,9 @@ MASKED_ROOM, MASKED_FULL = 0.7, 0.9
 """Times the share allowed: masked shares below the first speak for more slots, above the second for fewer."""
 EVIDENCE = 4.0
 """Sum over batches, in shares allowed, of what lies beyond one of these; more than that decides."""
-RISE, MASKED_RISE = 8, 16  # slots rise by one in so many; by less once tokens are masked, whose share grows far faster than they
+RISE, UNMASKED_RISE, MASKED_RISE = 8, 4, 16
+"""Slots rise by one in so many, counting no more than half of the ceiling. Where a masked share is allowed, by more while none is
+masked, and by less once some is, which then grows far faster than they."""
 LITTLE_MASKED = 0.1  # times the share allowed: as good as none
 LIVES = 2  # a rise is judged when as many samples have ended as there are slots, times this
 REST = 6  # such judgements after a fall for lack of room, before slots rise again
@@ -49,6 +51,13 @@ class Limits(NamedTuple):
     ceiling: int
     max_masked: float = 0.0
     bound: int = 0
+
+    @property
+    def first(self) -> int:
+        """Half of the ceiling. Where a masked share is allowed, at small bounds less: a token may be half as old at bound 1 as at
+        bound 3, and what was masked before slots fell is not taken back."""
+        eighths = min(4, self.bound + 1) if self.max_masked > 0 and self.bound > 0 else 4
+        return self.ceiling * eighths // 8
 
     @classmethod
     def of(cls, least: int, most: Iterable[int], max_masked: float | None, bound: int, interval: int) -> Limits:
@@ -96,10 +105,10 @@ class Slots:
         self._queued: deque[bool] = deque(maxlen=PATIENCE)
 
     def decide(self, look: Look, limits: Limits) -> int:
-        """The slots from now on, floor to ceiling; half of the ceiling at first."""
+        """The slots from now on, floor to ceiling; at first what `Limits.first` says."""
         if self.slots == 0:
             self._masked_step = look.masked_step
-            return self._set(limits.ceiling // 2, limits, "")
+            return self._set(limits.first, limits, "")
         if not limits.floor <= self.slots <= max(limits.floor, limits.ceiling):
             return self._set(self.slots, limits, "bounds")
         self._fold(look, limits)
@@ -116,9 +125,15 @@ class Slots:
             much = over and self._share > MUCH_MASKED * self._judged
             return self._set(int(used * (MASKED_FALL if much else FALL)), limits, why)
         if self._ended >= self.slots * LIVES and self._may_rise(look, limits):
-            part = MASKED_RISE if self._share > LITTLE_MASKED * self._judged else RISE
-            return self._set(self.slots + max(1, min(limits.ceiling // 16, self.slots // part)), limits, "room")
+            return self._set(self.slots + self._step_up(limits), limits, "room")
         return self.slots
+
+    def _step_up(self, limits: Limits) -> int:
+        """Slots of the next rise."""
+        part = RISE
+        if limits.max_masked > 0:
+            part = MASKED_RISE if self._share > LITTLE_MASKED * self._judged else UNMASKED_RISE
+        return max(1, min(limits.ceiling // 2, self.slots) // part)
 
     def _set(self, slots: int, limits: Limits, why: Why) -> int:
         slots = max(limits.floor, min(slots, limits.ceiling))

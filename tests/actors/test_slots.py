@@ -123,6 +123,22 @@ def test_slots_settle_below_the_masked_share_that_is_allowed(
     assert sum(seen) / len(seen) >= 0.45 * best, "and used"
 
 
+@pytest.mark.parametrize(("bound", "first"), [(0, 32), (1, 16), (2, 24), (3, 32), (8, 32)])
+def test_where_a_masked_share_is_allowed_slots_begin_low_at_small_bounds(bound: int, first: int) -> None:
+    nothing_seen = Look(busy=0, ended=0)
+    assert Slots().decide(nothing_seen, Limits(floor=8, ceiling=64, max_masked=0.01, bound=bound)) == first
+    assert Slots().decide(nothing_seen, Limits(floor=8, ceiling=64, bound=bound)) == 32
+
+
+@pytest.mark.parametrize(("masked", "risen"), [(0.0, 144 + 36), (0.002, 144 + 9)])
+def test_slots_rise_by_more_while_nothing_is_masked(masked: float, risen: int) -> None:
+    slots, limits = Slots(144), Limits(floor=8, ceiling=384, max_masked=0.01, bound=2)
+    for step in range(100):
+        if slots.decide(Look(busy=144, ended=10, masked_step=step, masked=masked), limits) != 144:
+            break
+    assert (slots.slots, slots.why) == (risen, "room")
+
+
 def test_room_that_is_halved_is_found_within_a_minute_and_given_back_within_ten() -> None:
     engine = Engine(random.Random(5), room=300 * 660, mean_tokens=660)
     slots, limits = Slots(), Limits(floor=8, ceiling=512)
