@@ -38,8 +38,8 @@ from actors.runtime.staleness import Rule
 
 BATCH, GROUP = 32, 8
 ALL_ADMITTED = ("--over-sampling-batch-size", "0")  # instead of what the file of long says
-OWN_ENGINES = ("--sglang-mem-fraction-static", "0.5", "--sglang-attention-backend", "fa3", "--sglang-sampling-backend", "pytorch",
-               "--sglang-cuda-graph-max-bs", "256", "--sglang-random-seed", "1")  # fmt: skip
+OWN_ENGINES = ("--engine", "sglang", "--sglang-mem-fraction-static", "0.5", "--sglang-attention-backend", "fa3",
+               "--sglang-sampling-backend", "pytorch", "--sglang-cuda-graph-max-bs", "256")  # fmt: skip
 DRAIN = 6  # last steps of a run, which no prompt follows: never counted (the highest bound and one, and one to spare)
 
 

@@ -88,6 +88,16 @@ def test_compiled_layers_give_the_plain_gradient_by_few_graphs_for_all_layers_an
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize(("least", "compiles"), [(1, True), (1 << 40, False)])
+def test_a_small_model_is_not_compiled_by_itself(
+    make_backend: Callable[..., TorchBackend], monkeypatch: pytest.MonkeyPatch, least: int, compiles: bool
+) -> None:
+    monkeypatch.setattr(attention, "select", lambda *_: attention.FLASH_2)
+    monkeypatch.setattr(core, "WORTH_COMPILING", least)
+    assert make_backend(compile="auto").core.compiles is compiles
+    assert make_backend(compile="on").core.compiles
+
+
 def test_layers_that_cannot_be_compiled_run_plain_and_say_so_once(
     make_backend: Callable[..., TorchBackend],
     make_batch: Callable[..., StepBatch],

@@ -55,6 +55,7 @@ from actors.trainer.training.state import (
 from actors.trainer.training.step import settle_objective
 
 log = logging.getLogger(__name__)
+WORTH_COMPILING = 100_000_000  # parameters; on an H200 compiling took 4 to 12 s, a step of a tiny model 0.06
 
 
 class Core(Passes):
@@ -73,10 +74,7 @@ class Core(Passes):
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.model_dtype, self.device)
-        kernel = attention.select(self.own.attn_implementation, self.device, self.dtype)
-        fast = self.own.compile == "on" or (self.own.compile == "auto" and kernel != attention.SDPA)
-        self.compiles = fast and not self.own.true_on_policy_mode
-        log.info("attention: %s; layers: %s", kernel, "compiled" if self.compiles else "uncompiled")
+        self.kernel = attention.select(self.own.attn_implementation, self.device, self.dtype)
         self.shards = Shards(ranks, self.device)
         self.vision = self._sees(config.hf_checkpoint)
         self.policy = self._load(config.hf_checkpoint, trainable=True)
@@ -124,11 +122,20 @@ class Core(Passes):
         checkpointing = self.own.gradient_checkpointing and trainable
         policy = load_policy(path, trainable=trainable, gradient_checkpointing=checkpointing)
         if trainable:
+            self.compiles = self._compiles(policy)
             self.shards.gathers = self._gathers(policy)
         self._place(policy)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
+
+    def _compiles(self, policy: Policy) -> bool:
+        """auto: where flash attention runs, and a step is slow enough to earn back what compiling takes."""
+        own, large = self.own, sum(p.numel() for p in policy.parameters()) >= WORTH_COMPILING
+        auto = own.compile == "auto" and self.kernel != attention.SDPA and large
+        found = (own.compile == "on" or auto) and not own.true_on_policy_mode
+        log.info("attention: %s; layers: %s", self.kernel, "compiled" if found else "uncompiled")
+        return found
 
     def _gathers(self, policy: Policy) -> bool:
         """Rank 0's word, since the GPUs of hosts may differ."""

@@ -48,8 +48,8 @@ class PerfSettings(Group, frozen=True, kw_only=True):
         Literal["auto", "on", "off"],
         doc(
             "Run the trainer's decoder layers through torch.compile: one graph for all layers and lengths, made in the first "
-            "step (ten to thirty seconds). auto: where flash attention runs. If compilation fails the layers run as they are, "
-            "with a warning. Never with true_on_policy_mode.", ours=True
+            "step (ten to thirty seconds). auto: where flash attention runs, for a model of 100M parameters or more. If "
+            "compilation fails the layers run as they are, with a warning. Never with true_on_policy_mode.", ours=True
         ),
     ] = "auto"
     attn_implementation: Annotated[
