@@ -20,6 +20,7 @@ import msgspec
 
 from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.boot_record import BootRecord, open_record
+from actors.generation.early_kernels import EarlyKernels
 from actors.generation.engine import BootRefused, EngineUnavailable
 from actors.generation.inside import VARIABLE
 from actors.generation.sglang_calls import bearer
@@ -78,6 +79,7 @@ class SGLangServer:
         self._compiling_s = compiling_s
         self._token = "" if "config" in launch.args else token
         self._child = Child()
+        self._kernels = EarlyKernels()
         self._attempts = len(list(folder.glob("boot.*")))
         self._tried = False
         self.note = ""
@@ -120,6 +122,7 @@ class SGLangServer:
 
     async def stop(self) -> None:
         """End the server and every process it started."""
+        await self._kernels.stop()
         await self._child.stop(STOP_S)
 
     async def _attempt(self) -> tuple[BootRecord, str | Failure]:
@@ -144,6 +147,7 @@ class SGLangServer:
             failure = Failure("config", f"{words[0]} cannot be run: {error.strerror}")
             record.result("failed", kind=failure.kind, cause=failure.cause)
             return record, failure
+        await self._kernels.start(self._command, folder, env)
         url = f"http://127.0.0.1:{port}"
         began = asyncio.get_running_loop().time()
         outcome: str | Failure
@@ -176,6 +180,7 @@ class SGLangServer:
                 log_tail=record.log_text().splitlines()[-30:],
             )  # fmt: skip
         else:
+            await self._kernels.stop()
             record.result("ready", url=url, pid=self._child.pid, seconds=seconds)
         return record, outcome
 
