@@ -31,10 +31,9 @@ MASKED_ROOM, MASKED_FULL = 0.7, 0.9
 """Times the share allowed: masked shares below the first speak for more slots, above the second for fewer."""
 EVIDENCE = 4.0
 """Sum over batches, in shares allowed, of what lies beyond one of these; more than that decides."""
-RISE, UNMASKED_RISE, MASKED_RISE = 8, 4, 16
-"""Slots rise by one in so many, counting no more than half of the ceiling. Where a masked share is allowed, by more while none is
-masked, and by less once some is, which then grows far faster than they."""
-LITTLE_MASKED = 0.1  # times the share allowed: as good as none
+RISE, RISES, MASKED_RISE = 8, ((0.01, 4), (0.1, 8)), 16
+"""Slots rise by one in so many, counting no more than half of the ceiling. Where a masked share is allowed: masked less than so many
+times that -> by one in so many; else by the least, since from there it grows far faster than they."""
 LIVES = 2  # a rise is judged when as many samples have ended as there are slots, times this
 REST = 6  # such judgements after a fall for lack of room, before slots rise again
 PATIENCE = 3  # looks in a row that find keys and values full, or a queue: not a wave that passes
@@ -132,7 +131,7 @@ class Slots:
         """Slots of the next rise."""
         part = RISE
         if limits.max_masked > 0:
-            part = MASKED_RISE if self._share > LITTLE_MASKED * self._judged else UNMASKED_RISE
+            part = next((part for share, part in RISES if self._share <= share * self._judged), MASKED_RISE)
         return max(1, min(limits.ceiling // 2, self.slots) // part)
 
     def _set(self, slots: int, limits: Limits, why: Why) -> int:

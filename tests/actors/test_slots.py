@@ -130,8 +130,8 @@ def test_where_a_masked_share_is_allowed_slots_begin_low_at_small_bounds(bound: 
     assert Slots().decide(nothing_seen, Limits(floor=8, ceiling=64, bound=bound)) == 32
 
 
-@pytest.mark.parametrize(("masked", "risen"), [(0.0, 144 + 36), (0.002, 144 + 9)])
-def test_slots_rise_by_more_while_nothing_is_masked(masked: float, risen: int) -> None:
+@pytest.mark.parametrize(("masked", "risen"), [(0.0, 144 + 36), (0.0005, 144 + 18), (0.002, 144 + 9)])
+def test_slots_rise_by_less_the_more_is_masked(masked: float, risen: int) -> None:
     slots, limits = Slots(144), Limits(floor=8, ceiling=384, max_masked=0.01, bound=2)
     for step in range(100):
         if slots.decide(Look(busy=144, ended=10, masked_step=step, masked=masked), limits) != 144:
