@@ -32,8 +32,8 @@ MASKED_ROOM, MASKED_FULL = 0.7, 0.9
 EVIDENCE = 4.0
 """Sum over batches, in shares allowed, of what lies beyond one of these; more than that decides."""
 RISE, RISES, MASKED_RISE = 8, ((0.01, 4), (0.1, 8)), 16
-"""Slots rise by one in so many, counting no more than half of the ceiling. Where a masked share is allowed: at most so many times that
-is masked -> by one in so many; else by the least, since from there it grows far faster than they."""
+"""Slots rise by one in so many, counting no more than half of the ceiling. Where a masked share is allowed: at most so many times
+that is masked -> by one in so many; else by the least, since from there it grows far faster than they."""
 LIVES = 2  # a rise is judged when as many samples have ended as there are slots, times this
 REST = 6  # such judgements after a fall for lack of room, before slots rise again
 PATIENCE = 3  # looks in a row that find keys and values full, or a queue: not a wave that passes
