@@ -6,7 +6,7 @@
 One GPU, random weights of a real shape. A variant with other flags than the one before is a server of its own. Requests are
 streamed as a worker streams them, with stop tokens that make lengths geometric, and as many run at every moment; the first ones
 begin with what they would have made so far, so that their ages are right from the first second. `fused` is what
---sglang-fused-sampling does, on the same server.
+--sglang-fused-sampling does, on the same server; with --fused all variants but `shipped` have it.
 DIR/decode.json, written anew after each measurement: tokens/s in a steady window, then a profile of decode steps (SGLang's
 /start_profile): milliseconds a step by kernel, what the GPU idles and how long the scheduler waits for it, both of steps without
 a prefill (`--profiles cpu-gpu` adds the CPU's operators, which slow the steps that they measure); and log-probs beside a
@@ -43,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "interval-128": {"stream-interval": 128},
     "no-radix": {"disable-radix-cache": True},
     "page-64": {"page-size": 64},
+    "page-128": {"page-size": 128},
     "kv-fp8": {"kv-cache-dtype": "fp8_e4m3"},
     "flashinfer": {"decode-attention-backend": "flashinfer"},
 }
@@ -109,7 +110,7 @@ class Bench:
         """A server of a variant: the one that runs, if it has the same flags and nothing failed on it."""
         a, gpu = self.a, self.a.gpu >= 0
         flags = (GPU_ARGS | {"mem-fraction-static": 0.8} if gpu else {}) | json.loads(a.server_args) | VARIANTS[name]
-        if self._up is None or self._up[0] != flags or (self._fused and name != "fused"):
+        if self._up is None or self._up[0] != flags or (self._fused and name == "shipped"):
             await self.stop()
             if self.left_s < a.boot_s + a.warm_s + a.window_s + 10:
                 raise TimeoutError(f"not begun: {self.left_s:.0f} s left")
@@ -127,7 +128,7 @@ class Bench:
         a, row = self.a, self.rows[name]
         url, facts = await self.server(model, name)
         row |= {key: facts[key] for key in ("args", "boot_s", "note", "events")}
-        if name == "fused":
+        if name == "fused" or (a.fused and name != "shipped"):
             await fuse(url, facts["inside"])
             self._fused = True
         for running in a.running if name in (a.variants[0], "fused") else a.running[:1]:
@@ -175,6 +176,7 @@ def main() -> int:
         default=[384, 106],
         help="requests at once; the first variant runs under each, others under the first",
     )
+    parser.add_argument("--fused", action="store_true", help="next tokens are drawn by our sampler")
     parser.add_argument("--profiles", nargs="*", choices=list(ACTIVITIES), default=["gpu"])
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="0.6b")
     parser.add_argument("--mean-tokens", type=float, default=667.0)
