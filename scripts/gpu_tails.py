@@ -10,7 +10,7 @@
 Variants of tails (--variants, run in the order given): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound
 2; e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked; f, g as b, d with keys and values of 8
 bits (a server of their own); h, i as b, d with both GPUs doing both at once, without turns (two ranks train, each engine has
-half of the slots). Of long: bounds 0, 2, 4 by seed.
+half of the slots); j bound 4, slots found within 2.5 % masked. Of long: bounds 0, 2, 4 by seed.
 All runs but h and i share one server, whose boot would cost as much as a run (gpu_tails_run.py); long may have more than one
 (--long-servers), whose schedulers are processes of their own. A run that fails gets the next one servers of its own.
 The budget is divided among the runs; one that outlasts its part is ended and its steps so far count.
@@ -71,6 +71,7 @@ def _tails(slots: int) -> dict[str, Run]:
         "f": Run((*fixed, "--max-weight-staleness", "4"), bound=4, half=True),
         "g": Run((*auto, "--max-weight-staleness", "2"), 1.3, half=True),
         "h": Run((*_halved(fixed), "--max-weight-staleness", "4"), 1.4, bound=4, shared=True),
+        "j": Run((*found, "--max-masked-fraction", "0.025", "--max-weight-staleness", "4"), 1.2, bound=4),
         "i": Run((*_halved(auto), "--max-weight-staleness", "2"), 1.6, shared=True),
     }
 
@@ -215,7 +216,7 @@ def main() -> int:
     )
     parser.add_argument("--budget-s", type=float, default=530.0)
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="0.6b")
-    parser.add_argument("--variants", nargs="+", choices=list("abcedfghi"), default=list("abced"))
+    parser.add_argument("--variants", nargs="+", choices=list("abcedfghij"), default=list("abced"))
     parser.add_argument("--steps", type=int, default=14, help="training steps that count")
     parser.add_argument("--warm", type=int, default=4, help="training steps before them")
     parser.add_argument("--slots", type=int, default=384, help="samples at once, at most")
