@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend, attention, core
-from actors.trainer.torch_backend.compiled import compile_layers
+from actors.trainer.torch_backend.compiled import UNGUARDED, compile_layers
 from actors.trainer.torch_backend.layout import Layout, PackedBatch
 
 CPU = torch.device("cpu")
@@ -96,6 +96,12 @@ def test_a_small_model_is_not_compiled_by_itself(
     monkeypatch.setattr(core, "WORTH_COMPILING", least)
     assert make_backend(compile="auto").core.compiles is compiles
     assert make_backend(compile="on").core.compiles
+
+
+def test_this_torch_knows_what_inductor_is_told(make_backend: Callable[..., TorchBackend]) -> None:
+    blocks = make_backend().core.policy.blocks
+    compile_layers(blocks)  # it refuses an option that it does not know before anything is compiled
+    assert all(hasattr(torch._inductor.config.triton, UNGUARDED) and block.forward.__self__ is block for block in blocks)
 
 
 def test_layers_that_cannot_be_compiled_run_plain_and_say_so_once(
