@@ -6,7 +6,9 @@ Reads  what the intake holds, the open groups    Owns  what a lowered bound has 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import itertools
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 
 import msgspec
@@ -157,11 +159,8 @@ class Batches:
         if rule in PARTING and intake.n_ready >= size:
             elsewhere = intake.elsewhere(await self._listed()) if patient else {}
         if rule == "wait":  # no straggler is passed by more than `lookahead` groups
-            trained = {t.consumed.group_id for t in intake.uncommitted}
-            listed = [msgspec.msgpack.decode(v, type=OpenGroup) for k, v in (await self._listed()).items() if k not in trained]
-            order = sorted({group.group_id for group in listed})
-            per_group = max((group.n_samples for group in listed), default=1)
-            window = frozenset(order[: size // per_group + max(1, self._lookahead) - 1])
+            left = self._intake.still_open(await self._listed())
+            window = first_groups((msgspec.msgpack.decode(raw, type=OpenGroup) for raw in left.values()), size, self._lookahead)
         return cut(
             ready=ready, step=step, size=size, bound=bound, rule=rule, elsewhere=elsewhere, window=window
         )
@@ -201,6 +200,17 @@ class Batches:
             cost = f"{self._drained[1]} tokens in {self._drained[0]} parts were masked"
             text = f"from {before} to {batch.bound} steps; on the way {cost}"
             await self._context.event("bound reached", text)
+
+
+def first_groups(untrained: Iterable[OpenGroup], size: int, lookahead: int) -> frozenset[str]:
+    """The groups first issued that hold a batch of `size` samples between them, and the lookahead - 1 after those. It counts
+    samples: under a rule that held before, some of a group may have been trained."""
+    samples: dict[str, int] = {}
+    for opened in untrained:
+        samples[opened.group_id] = samples.get(opened.group_id, 0) + len(opened.indexes)
+    order = sorted(samples)
+    held = list(itertools.accumulate(samples[group] for group in order))
+    return frozenset(order[: bisect_left(held, size) + max(1, lookahead)])
 
 
 def reward_version(part: Part) -> int:

@@ -44,6 +44,18 @@ async def test_under_wait_no_straggler_is_passed_by_more_than_the_lookahead(redi
         assert await trainer.train() == ("g3/0", "g3/1", "g3/2"), "a trained group is no straggler, though still listed"
 
 
+async def test_wait_goes_on_with_what_a_rule_before_it_has_left_of_groups(redis_url: str, run_name: str) -> None:
+    async with (
+        open_bus(redis_url, run_name, knobs=SPLIT | {"staleness_policy": "wait"}) as bus,
+        trainer_of(bus) as trainer,
+    ):
+        with_batches(trainer, lookahead=1)
+        late = kept(1, 2, known=(0.0, 1.0))  # its siblings were trained by `split`
+        await arrive(bus, late, kept(2, 0, 1, 2), kept(3, 0, 1, 2), kept(4, 0, 1, 2))
+        assert await trainer.train() == ("g1/2", "g2/0", "g2/1")
+        assert await trainer.train() == ("g2/2", "g3/0", "g3/1"), "what is left at the edge of a batch is passed by nobody"
+
+
 async def test_what_is_under_way_is_waited_for_as_long_as_anything_comes(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
         trainer.step, waits = 1, []
