@@ -207,6 +207,7 @@ async def test_a_bound_that_is_lowered_says_what_that_costs(redis_url: str, run_
         assert await trainer.train() == ("g5/0", "g5/1", "g5/2"), "what has no token within the bound is dropped"
         said = [m.text for m in await messages(bus, EVENTS) if m.kind in ("bound lowered", "bound reached")]
         assert said[0].startswith("from 4 to 1 steps")
+        assert said[1].endswith("0 tokens in 0 parts of groups were masked and 6 samples given up as too old")
         assert (await read_accounts(bus)).dropped == {"stale": 6}
         await closes(bus)
 
