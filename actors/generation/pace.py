@@ -150,8 +150,8 @@ class Pace:
         )
         slots = self._auto.decide(look, self._limits(knobs, load))
         if abs(slots - self._told) > TOLD * self._told:
-            why = f": {self._auto.why}" if self._told else ""
-            await self._context.event("slots", f"{self._told} -> {slots}{why}", slots=slots, why=self._auto.why)
+            said = f"{self._told} -> {slots} samples at once: {self._auto.why}" if self._told else f"{slots} samples at once"
+            await self._context.event("slots", said, slots=slots, why=self._auto.why)
             self._told = slots
 
     def _limits(self, knobs: KnobValues, load: EngineLoad) -> Limits:

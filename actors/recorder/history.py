@@ -64,7 +64,7 @@ class Numbers(Mapping[str, float]):
 class Step:
     """One training step of the surviving lineage. `gap_s`: wall seconds since the step before it, 0 for the first.
     `resumed`: the first after a restart, so that its gap is mostly the trainer's absence. `dropped`: groups by reason since the
-    step before."""
+    step before; `thrown`: samples and tokens of those that the filter dropped."""
 
     step: int
     wall: float
@@ -74,6 +74,7 @@ class Step:
     resumed: bool = False
     dropped: dict[str, int] = field(default_factory=dict)
     knob_epoch: int = -1
+    thrown: tuple[int, int] = (0, 0)
 
     def get(self, name: str, default: float = 0.0) -> float:
         return float(self.metrics.get(name, default))
@@ -124,6 +125,7 @@ class History:
     left_out: int = 0  # records that could not be taken in
     _resumed: bool = False
     _dropped: Counter[str] = field(default_factory=Counter)  # since the last step
+    _thrown: tuple[int, int] = (0, 0)  # since then
 
     def fold(self, record: Record) -> None:
         """Take in one record; unknown kinds change only the clock, and a line that lacks something, changed by hand or written by
@@ -148,6 +150,9 @@ class History:
             case "restored":
                 self._restored(record)
             case "drop":
+                if "tokens" in record:  # the filter's; what the trainer gives up is told without
+                    samples, tokens = self._thrown
+                    self._thrown = (samples + int(record.get("samples", 0)), tokens + int(record["tokens"]))
                 self._drop(str(record["reason"]))
                 self.newest_drops.append(record)
             case "dead":
@@ -195,7 +200,8 @@ class History:
             self._drop(str(reason))
         resumed, dropped, self._dropped = self._resumed and gap > 0, dict(self._dropped), Counter()
         epoch = int(record.get("knob_epoch", -1))
-        self._hold(self.steps, Step(number, wall, metrics, n_groups, max(0.0, gap), resumed, dropped, epoch))
+        thrown, self._thrown = self._thrown, (0, 0)
+        self._hold(self.steps, Step(number, wall, metrics, n_groups, max(0.0, gap), resumed, dropped, epoch, thrown))
         self._resumed = False
 
     def _drop(self, reason: str) -> None:

@@ -100,9 +100,11 @@ async def read_snapshot(bus: Bus) -> Snapshot:
     )
     wall = bus.clock.wall()
     said = next((m for m in [await readable(bus, e) for e in active] if isinstance(m, PolicyActive)), None)
+    facts = policy_facts(policy, said, now)
     newest_evals: dict[str, EvalDone] = {}
     for done in [await readable(bus, e) for e in evals]:
-        if isinstance(done, EvalDone):
+        # What measured a later step than the newest one is of a lost future.
+        if isinstance(done, EvalDone) and (done.step <= facts.step or not facts.step):
             newest_evals.setdefault(done.name, done)
     groups = [msgspec.msgpack.decode(raw, type=OpenGroup) for raw in small.open_groups.values()]
     return Snapshot(
@@ -113,7 +115,7 @@ async def read_snapshot(bus: Bus) -> Snapshot:
         ledger=small.ledger,
         open_groups=len({g.group_id for g in groups}),
         open_samples=sum(g.n_samples if g.members is None else len(g.members) for g in groups),
-        policy=policy_facts(policy, said, now),
+        policy=facts,
         evals=newest_evals,
         knob_epoch=int((small.state.get("knob_epoch") or "-1").partition(":")[0]),
         release=(identity or Identity()).release,

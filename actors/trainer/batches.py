@@ -1,12 +1,14 @@
 """The next batch: waits until it is complete, and until cutting it now breaks no promise of the staleness bound.
 
-Reads  what the intake holds, the open groups    Owns  what a lowered bound has cost while the run drains to it
+Reads  what the intake holds, the open groups    Owns  what a lowered bound or batch has cost while the run drains to it
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import itertools
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 
 import msgspec
@@ -40,6 +42,26 @@ class Batch(msgspec.Struct, frozen=True):
     images: dict[str, bytes] = {}  # pictures of its prompts, by blob
 
 
+class Drain(msgspec.Struct, frozen=True):
+    """A change after which more is open than is admitted: `what` it was, at which step, and the step after which it explains
+    nothing more."""
+
+    what: str
+    since: int
+    until: int
+
+
+class Drained(msgspec.Struct):
+    """What that has cost."""
+
+    tokens: int = 0  # masked
+    parts: int = 0  # of groups that these are of
+    dropped: int = 0  # samples that had no other tokens
+
+    def text(self) -> str:
+        return f"{self.tokens} tokens in {self.parts} parts of groups were masked and {self.dropped} samples given up as too old"
+
+
 class Batches:
     """Cuts batches from the intake. `interval`: steps between two published versions."""
 
@@ -49,10 +71,12 @@ class Batches:
         self._interval = interval
         self._lookahead = lookahead
         self._ci_test = ci_test
-        self._bound = -1  # of the last batch, in steps
+        self._bound = -1  # at the last look, in steps; -1 = none yet
         self._first: int | None = None  # step of the first batch; behind a restored checkpoint more is open than the bound admits
-        self._drains: tuple[int, int] | None = None  # a lowered bound: from which one, and until which step it may cost tokens
-        self._drained = (0, 0)  # samples and tokens that it has cost
+        self._size = 0  # samples of a batch, then
+        self._rule: Rule = "whole"  # then
+        self._drains: Drain | None = None  # live settings were lowered: more is open than they admit
+        self._drained = Drained()
         self._restarts = -1  # of the server, at the last `check`; -1 = none yet, and a replay has none
         self.turned_s = 0.0  # of the last wait, how long the filter took to release what was on its last turn
 
@@ -88,6 +112,7 @@ class Batches:
             bound = self.bound(knobs)
             rule = rule_of(str(knobs.staleness_policy), int(knobs.max_weight_staleness))
             size = int(knobs.rollout_batch_size) * int(knobs.n_samples_per_prompt)
+            await self._hear(step=step, bound=bound, size=size, rule=rule)
             made = Cut(missing="the filter's word that all on its last turn has left it,")
             if rule not in PARTING or intake.turned >= version.id:
                 if waits and rule in PARTING:
@@ -97,6 +122,7 @@ class Batches:
                 ready = await self._of_one_version(size)
                 made = await self._cut(ready, step=step, size=size, bound=bound, rule=rule, patient=patient)
             if made.drop:
+                self._drained.dropped += sum(len(intake.ready[key].left) for key, _ in made.drop)
                 await intake.give_up(made.drop, reissue=rule == "drop")
             if made.take:
                 await self._promise(made, step=step, bound=bound, rule=rule)
@@ -157,11 +183,8 @@ class Batches:
         if rule in PARTING and intake.n_ready >= size:
             elsewhere = intake.elsewhere(await self._listed()) if patient else {}
         if rule == "wait":  # no straggler is passed by more than `lookahead` groups
-            trained = {t.consumed.group_id for t in intake.uncommitted}
-            listed = [msgspec.msgpack.decode(v, type=OpenGroup) for k, v in (await self._listed()).items() if k not in trained]
-            order = sorted({group.group_id for group in listed})
-            per_group = max((group.n_samples for group in listed), default=1)
-            window = frozenset(order[: size // per_group + max(1, self._lookahead) - 1])
+            left = self._intake.still_open(await self._listed())
+            window = first_groups((msgspec.msgpack.decode(raw, type=OpenGroup) for raw in left.values()), size, self._lookahead)
         return cut(
             ready=ready, step=step, size=size, bound=bound, rule=rule, elsewhere=elsewhere, window=window
         )
@@ -169,14 +192,27 @@ class Batches:
     async def _listed(self) -> dict[str, bytes]:
         return await self._context.bus.hash_of(self._context.bus.keys.open_groups)
 
-    async def _promise(self, made: Cut, *, step: int, bound: int, rule: Rule) -> None:
-        """Say so when finished samples wait past the bound, which only a lowered bound or a restored checkpoint explains."""
-        self._first = step if self._first is None else self._first
+    async def _hear(self, *, step: int, bound: int, size: int, rule: Rule) -> None:
+        """Say so when live settings admit less than is open by now, or promise what those before did not."""
+        changed: dict[str, str] = {}
         if 0 <= bound < self._bound:
-            self._drains, self._drained = (self._bound, step + self._bound - bound), (0, 0)
-            text = f"from {self._bound} to {bound} steps: samples that are older lose tokens until the run has drained to it"
-            await self._context.event("bound lowered", text)
-        self._bound = bound
+            changed["bound lowered"] = f"from {self._bound} to {bound} steps"
+        if size < self._size:
+            changed["batch lowered"] = f"from {self._size} to {size} samples"
+        if self._bound > 0 and rule in PARTING and self._rule not in PARTING:
+            changed["rule changed"] = f"from {self._rule} to {rule}"
+        too_many = max(0, (self._bound + 1) * self._size - (bound + 1) * size)
+        self._bound, self._size, self._rule = bound, size, rule
+        if changed:
+            kind, what = next(iter(changed)), ", ".join(changed.values())
+            until = step - (-too_many // size) + bound
+            self._drains, self._drained = Drain(what, step, max(until, self._drains.until if self._drains else 0)), Drained()
+            text = f"{what}: samples that wait past the bound lose tokens until the run has drained to it"
+            await self._context.event(kind, text)
+
+    async def _promise(self, made: Cut, *, step: int, bound: int, rule: Rule) -> None:
+        """Say so when finished samples wait past the bound, which only changed settings or a restored checkpoint explain."""
+        self._first = step if self._first is None else self._first
         explained = self._drains is not None or step <= self._first + bound
         if rule not in PARTING or not made.left_behind or explained:
             return
@@ -194,13 +230,24 @@ class Batches:
         if self._drains is None:
             return
         aged = [pair for item in consumed for pair in item.aged.values()]
-        self._drained = (self._drained[0] + len(aged), self._drained[1] + sum(tokens for _, tokens in aged))
-        before, until = self._drains
-        if step >= until or not any(part.oldest(step + 1) > batch.bound for part in self._intake.ready.values()):
-            self._drains = None
-            cost = f"{self._drained[1]} tokens in {self._drained[0]} parts were masked"
-            text = f"from {before} to {batch.bound} steps; on the way {cost}"
-            await self._context.event("bound reached", text)
+        self._drained.parts += len(aged)
+        self._drained.tokens += sum(tokens for _, tokens in aged)
+        over = any(part.oldest(step + 1) > batch.bound for part in self._intake.ready.values())
+        # What was open when it changed is over the bound, or gone, when so many steps are done.
+        if step >= self._drains.until or (step >= self._drains.since + batch.bound and not over):
+            what, self._drains = self._drains.what, None
+            await self._context.event("bound reached", f"{what}; on the way {self._drained.text()}")
+
+
+def first_groups(untrained: Iterable[OpenGroup], size: int, lookahead: int) -> frozenset[str]:
+    """The groups first issued that hold a batch of `size` samples between them, and the lookahead - 1 after those. It counts
+    samples: under a rule that held before, some of a group may have been trained."""
+    samples: dict[str, int] = {}
+    for opened in untrained:
+        samples[opened.group_id] = samples.get(opened.group_id, 0) + len(opened.indexes)
+    order = sorted(samples)
+    held = list(itertools.accumulate(samples[group] for group in order))
+    return frozenset(order[: bisect_left(held, size) + max(1, lookahead)])
 
 
 def reward_version(part: Part) -> int:

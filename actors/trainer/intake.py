@@ -34,6 +34,23 @@ ALREADY_TRAINED = "already_trained"  # said of samples that came again; they cou
 SETTLED_KEPT = 512  # entries at least, and those of the newest checkpoint; more than a second's worth
 
 
+class GivenUp(msgspec.Struct):
+    """What is given up for one reason. A group is named once, however many parts of it there are; those whose `prompts` start again
+    come first."""
+
+    groups: dict[str, None] = {}
+    prompts: list[str] = []
+    samples: list[str] = []
+
+    def told(self, reason: str) -> GroupsGivenUp:
+        return GroupsGivenUp(
+            groups=tuple((group, reason) for group in self.groups),
+            prompts=tuple(self.prompts),
+            reissue=bool(self.prompts),
+            samples=tuple(self.samples),
+        )
+
+
 class Intake:
     """Entries of `groups` between delivery and acknowledgement."""
 
@@ -160,16 +177,16 @@ class Intake:
     async def give_up(self, drops: tuple[tuple[str, str], ...], *, reissue: bool) -> None:
         """Drop ready parts for good, with their reason; the sampler may start the prompts of whole groups again. Of a part of
         which some samples are trained, the others wait for its acknowledgement as dropped."""
-        whole = [key for key, _ in drops if not self.ready[key].group.part and key not in self._trained]
-        prompts = tuple(self.ready[key].group.prompt_id for key in whole) if reissue else ()
+        whole = {key for key, _ in drops if not self.ready[key].group.part and key not in self._trained}
         at_once: list[Trained] = []
-        pairs: list[tuple[str, str]] = []
-        samples: list[str] = []
-        for key, reason in drops:
+        said: dict[str, GivenUp] = {}
+        for key, reason in sorted(drops, key=lambda drop: drop[0] not in whole):
             part = self.ready.pop(key)
-            pairs.append((part.group.group_id, reason))
             left = [part.group.samples[at] for at in part.left]
-            samples += [s.rollout.task.sample_id for s in left]
+            given_up = said.setdefault(reason, GivenUp())
+            given_up.groups[part.group.group_id] = None
+            given_up.samples += [s.rollout.task.sample_id for s in left]
+            given_up.prompts += [part.group.prompt_id] if reissue and key in whole else []
             tokens = sum(s.rollout.n_made for s in left)
             members = tuple(s.rollout.task.index for s in left)
             consumed = Consumed(key, 0, 0, 0, 0, members=members, aged={reason: (len(left), tokens)})
@@ -178,11 +195,10 @@ class Intake:
                 self._hold(Trained(step=max(t.step for t in self._trained[key]), entry=entry, consumed=consumed))
             else:
                 at_once.append(Trained(step=-1, entry=entry, consumed=consumed))
-        message = GroupsGivenUp(groups=tuple(pairs), prompts=prompts, reissue=bool(prompts), samples=tuple(samples))
         await self._context.bus.commit(
             Commit(
                 ack=[t.entry for t in at_once],
-                append=(Out(POLICY, message),),
+                append=tuple(Out(POLICY, given_up.told(reason)) for reason, given_up in said.items()),
                 close_groups=[t.consumed.group_id for t in at_once],
                 ledger=booked(at_once),
             )

@@ -98,17 +98,20 @@ def pending(history: Sequence[KnobPatch]) -> list[KnobPatch]:
     return sorted((p for p in history if p.planned and p.epoch not in ended), key=lambda p: (p.from_step, p.epoch))
 
 
-def leaves_plans(values: Mapping[str, Any], plans: Sequence[KnobPatch], check: Check | None) -> None:
-    """KnobRejected when a plan could not hold any more, were these the values (pure)."""
+def leaves_plans(
+    values: Mapping[str, Any], plans: Sequence[KnobPatch], check: Check | None, asked: Mapping[str, object] | None = None
+) -> None:
+    """KnobRejected when a plan could not hold any more, were these the values (pure). `asked`: what would make them so."""
     for plan in plans if check is not None else ():
         assert check is not None and plan.planned
         try:
             values = {**values, **check(values, plan.planned)}
         except (KnobRejected, ValueError) as error:
-            name, value = next(iter(plan.planned.items()))
+            named = asked or plan.planned
+            name = next((name for name in named if name in str(error)), next(iter(named)))
             rule = f"the plan for step {plan.at_step} (epoch {plan.epoch}) would then be refused: {error}"
             remedy = f"Cancel it first: miles-async tune --cancel {plan.epoch}"
-            raise KnobRejected(knob=name, value=value, rule=rule.rstrip("."), remedy=remedy) from error
+            raise KnobRejected(knob=name, value=named[name], rule=rule.rstrip("."), remedy=remedy) from error
 
 
 async def read_history(bus: Bus) -> list[KnobPatch]:
@@ -188,7 +191,7 @@ async def propose(
 
     def make(history: list[KnobPatch], live: KnobValues) -> KnobPatch:
         changes = changed(live, patch, check)
-        leaves_plans({**live.values, **changes}, pending(history), check)
+        leaves_plans({**live.values, **changes}, pending(history), check, patch)
         return KnobPatch(epoch=0, values=changes, author=author, reason=reason)
 
     return await append_made(bus, make)

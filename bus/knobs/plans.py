@@ -43,7 +43,7 @@ async def plan(
                 values |= earlier.planned or {}
         there = msgspec.structs.replace(live, values=values)
         changes = changed(there, patch, check)
-        leaves_plans({**values, **changes}, [p for p in plans if p.from_step > at_step], check)
+        leaves_plans({**values, **changes}, [p for p in plans if p.from_step > at_step], check, patch)
         return KnobPatch(epoch=0, values={}, planned=changes, at_step=at_step, author=author, reason=reason)
 
     return await append_made(bus, make)
@@ -55,7 +55,7 @@ async def cancel(bus: Bus, epoch: int, *, author: str, reason: str = "", check: 
     def make(history: list[KnobPatch], live: KnobValues) -> KnobPatch:
         plans = pending(history)
         _waits(plans, epoch)
-        leaves_plans(live.values, [p for p in plans if p.epoch != epoch], check)
+        leaves_plans(live.values, [p for p in plans if p.epoch != epoch], check, {"--cancel": epoch})
         return KnobPatch(epoch=0, values={}, plan=epoch, author=author, reason=reason)
 
     return await append_made(bus, make)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from actors.runtime.snapshot import ActorFacts
+from actors.runtime.staleness import rule_of
+from actors.sampler.admission import open_limit
 from bus.messages.control import BOOTING, CREDITS, ENGINE_SLOTS, READING, UNLENT
 from bus.topology import STREAMS
 from miles_async.console.places import Incomplete
@@ -15,6 +17,9 @@ from miles_async.console.web.looks import doing
 # Waits that may last for ever without anything being wrong: the room has done its work and others have not.
 IDLE_WAITS = (
     *("an entry", "requests", "news", CREDITS, ENGINE_SLOTS, "announcements", "a version to measure", "a free slot"),
+)
+LIMITING = (
+    *("max_weight_staleness", "rollout_batch_size", "over_sampling_batch_size", "update_weights_interval", "staleness_lookahead"),
 )
 NEWEST, FEWEST, MANY = 200, 8, 0.5  # groups judged last, so many at least, and the share of drops that is worth a word
 LONG_S = 5.0  # a group that waits for its siblings is named after this
@@ -68,6 +73,9 @@ def because(actor: ActorFacts, scene: Scene) -> str:
             return f": {vitals.note}" if vitals.note else ""
         case "sampler" if policy.active < 0:
             return ": no engine serves a version yet, groups issued now would be born stale"
+        case "sampler" if vitals.waits_for == ENGINE_SLOTS:
+            busy, slots = taken_slots(scene)
+            return f": {busy} of {plural(slots, 'slot')} are taken; prompts are issued as they come free"
         case "sampler":
             return f": {open_text(scene)}; a slot comes free when a group is dropped, or trained and its version active"
         case "generation" if vitals.waits_for == "a current version":
@@ -105,9 +113,8 @@ def held_up(scene: Scene) -> str:
         return f"reward holds it up, {plural(len(scene.places.heads.get('rollouts', ())), 'sample')} wait for their score"
     if room == "filter":
         return f"the filter holds it up, {plural(count[room], 'scored group')} wait for its verdict"
-    slots, busy = sum(a.vitals.slots for a in workers), sum(a.vitals.in_flight for a in workers)
+    busy, slots = taken_slots(scene)
     queued = sum((head.stream, head.id) not in scene.places.pending for head in scene.places.heads.get("prompts", ()))
-    most = (int(scene.knobs.get("max_weight_staleness", 0)) + 1) * int(scene.knobs.get("rollout_batch_size", 0))
     doings = {doing(a) for a in workers}
     if doings == {"taking a new version"}:
         return f"the engines take version {policy.announced}"
@@ -120,11 +127,30 @@ def held_up(scene: Scene) -> str:
         )
     if waiting.get("sampler") == CREDITS and busy < slots and not queued:
         return (
-            f"the staleness bound holds prompts back, {sum(stages.values())} of at most {most} groups are open and "
+            f"the staleness bound holds prompts back, {sum(stages.values())} of at most {most_open(scene)} groups are open and "
             f"{slots - busy} of {slots} slots are free"
         )
     taken = f"{busy} of {slots} slots make" if slots else f"{plural(len(workers), 'worker')} make"
     return f"generation holds it up, {taken} the samples of {plural(count[room], 'group')}"
+
+
+def taken_slots(scene: Scene) -> tuple[int, int]:
+    """Samples that living workers have, and may have."""
+    workers = [a.vitals for a in scene.snapshot.of_role("generation") if a.life == "alive"]
+    return sum(v.in_flight for v in workers), sum(v.slots for v in workers)
+
+
+def most_open(scene: Scene) -> int:
+    """Groups that the sampler lets be open, under the present settings; 0 = not known."""
+    knobs = {name: int(scene.knobs.get(name) or 0) for name in LIMITING}
+    bound = knobs["max_weight_staleness"]
+    waits = rule_of(str(scene.knobs.get("staleness_policy", "auto")), bound) == "wait"
+    return open_limit(
+        per_version=knobs["rollout_batch_size"] * max(1, knobs["update_weights_interval"]),
+        max_staleness=bound,
+        over_sampling=knobs["over_sampling_batch_size"],
+        lookahead=knobs["staleness_lookahead"] if waits else 0,
+    )
 
 
 def drops_text(scene: Scene) -> str:
@@ -145,8 +171,8 @@ def open_text(scene: Scene) -> str:
     count = scene.places.stages()
     count["kept"] = max(0, count["kept"] - saved)
     stages = ", ".join(f"{n} {where[stage]}" for stage, n in count.items() if n)
-    batch = int(scene.knobs.get("rollout_batch_size", 0))
-    limit = f" of at most {(int(scene.knobs.get('max_weight_staleness', 0)) + 1) * batch}" if batch else ""
+    most = most_open(scene)
+    limit = f" of at most {most}" if most else ""
     text = plural(sum(count.values()), "group") + f" open{limit}" + (f" ({stages})" if stages else "")
     return text + (f", {saved} trained and not yet in a checkpoint" if saved else "")
 

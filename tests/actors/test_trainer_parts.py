@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from actors.recorder.records import records_of
 from actors.runtime.context import Context
 from actors.trainer.accounts import remaining
 from actors.trainer.backend import StepResult
@@ -26,7 +27,7 @@ from bus.messages.groups import GroupKept, OpenGroup, Turned
 from bus.messages.policy import StepDone
 from bus.messages.samples import Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
-from bus.topology import EVENTS, GROUPS
+from bus.topology import EVENTS, GROUPS, POLICY
 from tests.actors.house import messages, open_bus, put, scored, until
 from tests.declared import actor_of
 
@@ -207,7 +208,24 @@ async def test_a_bound_that_is_lowered_says_what_that_costs(redis_url: str, run_
         assert await trainer.train() == ("g5/0", "g5/1", "g5/2"), "what has no token within the bound is dropped"
         said = [m.text for m in await messages(bus, EVENTS) if m.kind in ("bound lowered", "bound reached")]
         assert said[0].startswith("from 4 to 1 steps")
+        assert said[1].endswith("0 tokens in 0 parts of groups were masked and 6 samples given up as too old")
         assert (await read_accounts(bus)).dropped == {"stale": 6}
+        await closes(bus)
+
+
+async def test_a_group_of_which_parts_are_given_up_is_told_once_for_each_reason(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
+        parts = kept(1, 0, known=(0.0, 1.0)), kept(1, 1, known=(0.0, 1.0)), kept(1, 2, known=(0.0, 1.0))
+        await arrive(bus, *parts, kept(2, 0, 1, 2))
+        assert await trainer.intake.fetch(8, 0.0, step=0) == 4
+        await trainer.intake.give_up((("g1+0", "stale"), ("g1+1", "stale"), ("g1+2", "outlasted"), ("g2", "stale")), reissue=True)
+        lines = [line for entry in await bus.scan_all(POLICY) for line in records_of(entry, await bus.message(entry))]
+        assert [(d["group"], d["prompt"], d["reason"], d["members"]) for d in lines if d["kind"] == "drop"] == [
+            ("g2", "p2", "stale", [0, 1, 2]),
+            ("g1", "", "stale", [0, 1]),
+            ("g1", "", "outlasted", [2]),
+        ]
+        assert (await read_accounts(bus)).dropped == {"stale": 5, "outlasted": 1}
         await closes(bus)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from actors.runtime.run import RunEnds
 from actors.trainer.batches import PATIENCE_S, Batches
+from bus.knobs.live import propose
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import GroupsGivenUp
 from bus.topology import EVENTS, GROUPS, POLICY
@@ -42,6 +43,18 @@ async def test_under_wait_no_straggler_is_passed_by_more_than_the_lookahead(redi
         await arrive(bus, kept(1, 0, 1, 2))
         assert await trainer.train() == ("g1/0", "g1/1", "g1/2")
         assert await trainer.train() == ("g3/0", "g3/1", "g3/2"), "a trained group is no straggler, though still listed"
+
+
+async def test_wait_goes_on_with_what_a_rule_before_it_has_left_of_groups(redis_url: str, run_name: str) -> None:
+    async with (
+        open_bus(redis_url, run_name, knobs=SPLIT | {"staleness_policy": "wait"}) as bus,
+        trainer_of(bus) as trainer,
+    ):
+        with_batches(trainer, lookahead=1)
+        late = kept(1, 2, known=(0.0, 1.0))  # its siblings were trained by `split`
+        await arrive(bus, late, kept(2, 0, 1, 2), kept(3, 0, 1, 2), kept(4, 0, 1, 2))
+        assert await trainer.train() == ("g1/2", "g2/0", "g2/1")
+        assert await trainer.train() == ("g2/2", "g3/0", "g3/1"), "what is left at the edge of a batch is passed by nobody"
 
 
 async def test_what_is_under_way_is_waited_for_as_long_as_anything_comes(redis_url: str, run_name: str) -> None:
@@ -100,6 +113,29 @@ async def test_finished_samples_that_wait_past_the_bound_are_told(redis_url: str
         )
         assert said == ([] if first else [text])
         assert trainer.context.counters.get("left_behind", 0) == (0 if first else 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        ({"rollout_batch_size": 2}, {"rollout_batch_size": 1}, "batch lowered"),
+        ({"staleness_policy": "whole"}, {"staleness_policy": "split"}, "rule changed"),
+    ],
+    ids=["a smaller batch", "another rule"],
+)
+async def test_what_changed_settings_explain_is_not_told_as_a_fault(
+    redis_url: str, run_name: str, before: dict[str, Any], after: dict[str, Any], kind: str
+) -> None:
+    async with open_bus(redis_url, run_name, knobs=SPLIT | before) as bus, trainer_of(bus) as trainer:
+        with_batches(trainer, ci_test=True)
+        await arrive(bus, kept(1, 0, 1, 2), kept(2, 0, 1, 2), turned=0)
+        await trainer.train()
+        made = await propose(bus, after, author="me", reason="test")
+        await trainer.context.live_knobs.reach(made.epoch)
+        trainer.step = 3
+        await arrive(bus, kept(3, 0, 1, 2, step=1), kept(4, 0, 1, 2, step=1), turned=3)
+        assert len(await trainer.train()) == 3
+        assert await told(bus, "bound not kept") == [] and len(await told(bus, kind)) == 1
 
 
 async def test_a_test_run_ends_when_the_bound_is_not_kept(redis_url: str, run_name: str) -> None:

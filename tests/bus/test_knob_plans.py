@@ -84,7 +84,7 @@ async def test_a_plan_is_held_to_the_rules_and_holds_others_to_them(bus: Bus) ->
     wider = await plan(bus, {"over_sampling_batch_size": 16}, at_step=5, author="me", check=covers)
     larger = await plan(bus, {"rollout_batch_size": 9}, at_step=6, author="me", check=covers)
     before = await bus.scan_all(STREAM)
-    with pytest.raises(KnobRejected, match=r"the plan for step 6 \(epoch 2\) would then be refused"):
+    with pytest.raises(KnobRejected, match=r"^--cancel=1 refused: the plan for step 6 \(epoch 2\) would then be refused"):
         await cancel(bus, wider.epoch, author="me", check=covers)
     with pytest.raises(KnobRejected, match=r"miles-async tune --cancel 2"):
         await plan(bus, {"over_sampling_batch_size": 8}, at_step=5, author="me", check=covers)
@@ -103,8 +103,8 @@ async def test_a_plan_is_held_to_the_rules_and_holds_others_to_them(bus: Bus) ->
 
 async def test_an_ordinary_patch_may_not_make_a_plan_impossible(bus: Bus) -> None:
     await plan(bus, {"rollout_batch_size": 7}, at_step=6, author="me", check=covers)
-    with pytest.raises(KnobRejected, match=r"the plan for step 6 \(epoch 1\) would then be refused"):
-        await propose(bus, {"over_sampling_batch_size": 6}, author="me", check=covers)
+    with pytest.raises(KnobRejected, match=r"^over_sampling_batch_size=6 refused: the plan for step 6 \(epoch 1\) would then be"):
+        await propose(bus, {"lr": 0.5, "over_sampling_batch_size": 6}, author="me", check=covers)
     await propose(bus, {"over_sampling_batch_size": 7}, author="me", check=covers)
 
 

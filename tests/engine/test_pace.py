@@ -82,7 +82,7 @@ async def test_auto_begins_with_half_of_what_the_engine_runs_and_a_number_ends_i
 
         await until(lambda: at_once(3))
         [event] = await events(bus, "slots")
-        assert event.data["slots"] == 3
+        assert event.data["slots"] == 3 and event.text == "3 samples at once"
         await propose(bus, {"sglang_server_concurrency": 5}, author="test")
         await until(lambda: at_once(5))
         await propose(bus, {"sglang_server_concurrency": 0, "sglang_concurrency_max": 4}, author="test")

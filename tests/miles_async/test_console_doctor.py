@@ -12,7 +12,7 @@ from bus.messages.control import CREDITS, ENGINE_SLOTS, Event
 from bus.messages.groups import GroupVerdict
 from bus.topology import EVENTS, PROMPTS, VERDICTS
 from miles_async.console.doctor.diagnosis import diagnose
-from miles_async.console.explain import explain
+from miles_async.console.explain import explain, open_text
 from miles_async.console.scene import read_scene
 from miles_async.console.server import parse_info
 from miles_async.console.watchdog import watch
@@ -242,6 +242,33 @@ async def test_a_sampler_that_waits_through_a_long_step_is_no_fault(redis_url, r
         for waits_for in (CREDITS, ENGINE_SLOTS):
             await story.alive(vitals("sampler", waits_for=waits_for, waits_since=bus.clock.wall() - 600))
             assert await faults(bus) == {}
+
+
+async def test_a_sampler_that_waits_for_engines_is_not_said_to_wait_for_credits(redis_url, run_name):
+    async with timeless(redis_url, run_name) as bus:
+        story = Story(bus)
+        await story.whole()
+        await story.alive(vitals("sampler", waits_for=ENGINE_SLOTS, waits_since=bus.clock.wall()))
+        await story.alive(vitals("generation-1", "generation", version=2, in_flight=3, slots=4))
+        said = dict(explain(await read_scene(bus)))
+    assert "3 of 4 slots are taken; prompts are issued as they come free" in said["sampler"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "most"),
+    [
+        ({"max_weight_staleness": 0, "over_sampling_batch_size": 24}, 24),
+        ({"max_weight_staleness": 2, "over_sampling_batch_size": 24}, 12),
+        ({"max_weight_staleness": 2, "update_weights_interval": 2}, 24),
+        ({"max_weight_staleness": 2, "staleness_policy": "wait", "staleness_lookahead": 4}, 8),
+        ({"max_weight_staleness": 2, "staleness_policy": "auto", "staleness_lookahead": 4}, 12),
+    ],
+)
+async def test_as_many_groups_may_be_open_as_the_sampler_lets(redis_url, run_name, knobs, most):
+    async with timeless(redis_url, run_name) as bus:
+        await Story(bus).whole()
+        scene = msgspec.structs.replace(await read_scene(bus), knobs={"rollout_batch_size": 4} | knobs)
+    assert f" open of at most {most}" in open_text(scene)
 
 
 async def test_groups_trained_since_the_checkpoint_hold_no_slot(redis_url, run_name):

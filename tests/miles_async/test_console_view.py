@@ -13,8 +13,8 @@ from actors.recorder.file import read_records
 from actors.runtime.snapshot import policy_facts, read_snapshot
 from bus import Bus, Out
 from bus.inspect import Head
-from bus.messages.control import Event
-from bus.topology import ACTIVE, EVENTS, POLICY, STREAMS
+from bus.messages.control import EvalDone, Event
+from bus.topology import ACTIVE, EVAL_RESULTS, EVENTS, POLICY, STREAMS
 from miles_async.cli import app
 from miles_async.console.lines import banner, starting
 from miles_async.console.live import run_console
@@ -44,6 +44,15 @@ async def test_a_snapshot_tells_streams_actors_accounts_and_versions(redis_url, 
     assert (seen.open_groups, seen.open_samples, seen.ledger["issued"]) == (2, 4, 8)
     assert seen.evals["held_out"].metrics["eval/held_out"] == 0.625
     assert seen.knob_epoch == 0
+
+
+async def test_an_evaluation_of_a_lost_future_is_not_shown(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        lost = EvalDone(name="held_out", version=12, step=9, metrics={"eval/held_out": 1.0}, n_samples=8)
+        await story.say(EVAL_RESULTS, lost)
+        assert (await read_snapshot(bus)).evals["held_out"].step == 1
 
 
 async def test_a_snapshot_of_nothing_is_empty_and_creates_nothing(redis_url, run_name):

@@ -58,6 +58,58 @@ def test_a_run_is_seen_as_the_simulation_takes_it():
     assert seen.running == pytest.approx(128 * 0.6 / 1.2, rel=0.03)
 
 
+def test_steps_under_former_settings_are_not_taken_for_the_present_ones():
+    records = run_of(24)
+    patch = {"kind": "knob", "wall": 0.0, "epoch": 1, "values": {"sglang_server_concurrency": 8}}
+    for record in records[1:]:
+        record["knob_epoch"] = int(record["step"] > 14)
+        if record["step"] > 14:  # its samples take twice as long
+            record["metrics"] |= {key: 2 * value for key, value in record["metrics"].items() if key.startswith(SECONDS)}
+    before, after = records[:15], records[15:]
+    assert observe(history_of([*before, patch, *after[:6]])) is None, "the first of them trains what began before it"
+    seen = observe(history_of([*before, patch, *after]))
+    assert seen is not None
+    assert len(seen.lengths) == 10 - 3
+    assert seen.running == pytest.approx(128 * 1.2 / 1.2, rel=0.05)
+    lost = {"kind": "knob", "wall": 0.0, "epoch": 9, "values": {"max_weight_staleness": 3}}
+    anew = {"kind": "knob", "wall": 0.0, "epoch": 1, "values": {"lr": 0.1}}
+    assert observe(history_of([*before, lost, anew, *after])) is not None, "an epoch that a lost bus took with it"
+
+
+def test_what_the_filter_drops_takes_slots_as_well():
+    plain, records = run_of(), []
+    for record in plain:
+        if record["kind"] == "step":
+            dropped = {"kind": "drop", "wall": record["wall"], "group": "g", "reason": "zero_std_1", "samples": 8, "tokens": 400}
+            records += [dropped] * 16
+        records.append(record)
+    seen = observe(history_of(records))
+    assert seen is not None
+    assert (seen.thrown, seen.thrown_length) == (0.5, pytest.approx(0.5, rel=0.05))
+    assert seen.running == pytest.approx(1.5 * 128 * 0.6 / 1.2, rel=0.05), "half of the samples, half as long"
+    groups = list(itertools.islice(seen.groups(), 1000))
+    assert np.mean([bool(group.reason) for group in groups]) == pytest.approx(0.5, abs=0.05)
+    tokens = [(group.reason, draw.tokens) for group in groups for draw in group.members]
+    kept = np.mean([n for reason, n in tokens if not reason])
+    assert np.mean([n for reason, n in tokens if reason]) == pytest.approx(kept / 2, rel=0.1)
+    few, alone = {"sglang_server_concurrency": 32}, history_of(run_of(knobs={"sglang_server_concurrency": 32}))
+    records[0] = {**records[0], "values": records[0]["values"] | few}
+    found, without = advise(history_of(records)), advise(alone)
+    assert found is not None and without is not None
+    assert found.now.step_s > 1.3 * without.now.step_s, "with all slots in use a step takes the longer the more is dropped"
+
+
+@pytest.mark.parametrize("straggler", [1.05, 1.4])
+def test_members_of_a_group_are_as_alike_as_the_run_tells(straggler):
+    records = run_of()
+    for record in records[1:]:
+        record["metrics"][f"{STRAGGLER}/mean"] = straggler
+    seen = observe(history_of(records))
+    assert seen is not None
+    drawn = [[draw.seconds for draw in group.members] for group in itertools.islice(seen.groups(), 2000)]
+    assert np.mean([max(group) / np.mean(group) for group in drawn]) == pytest.approx(straggler, rel=0.05)
+
+
 def test_what_runs_is_read_from_all_steps_together_however_uneven_they_are():
     records, wall = run_of(), 1.0
     for number, record in enumerate(records[1:]):  # samples end in waves: a short step, a long one

@@ -19,7 +19,8 @@ from miles_async.console.whatif.simulation import Simulation, Stands
 
 BOUNDS = range(1, 7)
 FEWER_SLOTS = (0.75, 0.6, 0.5, 0.4, 0.3)
-MOST_SAMPLES = 128  # of a simulated step: larger batches are scaled down with their slots
+MOST_SAMPLES, FEWEST_SAMPLES = 128, 32
+"""Of a simulated step, with those that the filter drops, and without them: larger batches are scaled down with their slots."""
 ALLOWED = 0.01  # masked share that needs no change
 GAIN = 0.05  # of a step's time; a smaller gain is not mentioned
 STEPS, WARM = 32, 8
@@ -70,7 +71,8 @@ def advise(history: History, *, slots: int = 0) -> Advice | None:
 def predict(seen: Observed, rule: Rule, bound: int, slots: int, *, cap: int = 0) -> Choice:
     """What the simulation says. `cap`: groups in generation at most, 0 = what the bound admits. `step_s` is infinite where the run
     would stand still."""
-    batch = max(1, round(seen.batch / max(1.0, seen.batch * seen.group / MOST_SAMPLES)))
+    most = max(FEWEST_SAMPLES, MOST_SAMPLES * (1 - seen.thrown))
+    batch = max(1, round(seen.batch / max(1.0, seen.batch * seen.group / most)))
     scale = seen.batch / batch
     knobs = Knobs(
         max_weight_staleness=bound,

@@ -17,13 +17,15 @@ import msgspec
 
 from actors.recorder.history import History, Step
 from actors.runtime.seeds import rng_for
-from actors.runtime.staleness import Rule, rule_of
-from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS
-from miles_async.console.whatif.setup import Draw, DrawnGroup
+from actors.runtime.staleness import Rule, bound_in_steps, rule_of
+from actors.trainer.spread import LENGTH, PACE, QUANTILES, RUNNING, SECONDS, STRAGGLER
+from miles_async.console.whatif.setup import ASKED, SHAPES, Draw, DrawnGroup
 
 LOOKED_AT = 64  # newest steps
+STRAGGLERS = 500  # groups drawn to see what independent samples would do
 FEWEST = 4
 ALIKE = 0.05  # spread of the number of samples running, over its mean, below which their pace cannot be estimated
+DROPPED = "filter"  # any reason of it
 POINTS = [q / 100 for q in QUANTILES]
 
 
@@ -73,6 +75,9 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     over_sampling: int
     lookahead: int
     slots: int
+    thrown: float = 0.0  # share of the samples that the filter drops
+    thrown_length: float = 1.0  # tokens of one of those, over those of one that is trained
+    alike: float = 0.0  # share of the groups whose members take equally long; those of the others are drawn one by one
 
     @property
     def rule(self) -> Rule:
@@ -85,10 +90,15 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
         draw = rng_for(0, "samples")
         while True:
             members = []
-            for _ in range(self.group):
-                i, share = draw.randrange(len(self.lengths)), draw.random()
-                members.append(Draw(max(1, round(self.lengths[i].at(share))), self.seconds[i].at(share) / alone))
-            yield DrawnGroup(tuple(members))
+            alike = self.alike > 0 and draw.random() < self.alike
+            for number in range(self.group):
+                if not (alike and number):
+                    i, share = draw.randrange(len(self.lengths)), draw.random()
+                members.append((self.lengths[i].at(share), self.seconds[i].at(share) / alone))
+            gone = self.thrown > 0 and draw.random() < self.thrown
+            scale = self.thrown_length if gone else 1.0
+            drawn = tuple(Draw(max(1, round(scale * tokens)), scale * seconds) for tokens, seconds in members)
+            yield DrawnGroup(drawn, DROPPED if gone else "")
 
     def versions(self, share: float) -> float:
         """Versions that are published while a sample is generated, at this quantile of seconds."""
@@ -105,7 +115,8 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
     trainer never work at once. `slots`: samples that the engines take at once; 0 = workers seen times the setting, or what was
     running at most."""
     knobs = live_knobs(history)
-    steps = [s for s in history.steps[-LOOKED_AT:] if s.gap_s > 0 and not s.resumed and "perf/turn_s" not in s.metrics]
+    fills = bound_in_steps(int(_number(knobs.get("max_weight_staleness"))), int(knobs.get("update_weights_interval", 1))) + 1
+    steps = [s for s in settled(history, fills)[-LOOKED_AT:] if s.gap_s > 0 and not s.resumed and "perf/turn_s" not in s.metrics]
     steps = [s for s in steps if {"perf/wait_s", f"{SECONDS}/mean"} <= s.metrics.keys()]
     read = [(s, Spread.of(s, LENGTH), Spread.of(s, SECONDS)) for s in steps]
     seen = [(s, lengths, seconds) for s, lengths, seconds in read if lengths is not None and seconds is not None]
@@ -115,7 +126,12 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
     if not batch or not group:
         return None
     # Not step by step: after a wave of samples that end at once one step is short, and seems to have had far more running.
-    running = batch * group * mean(s.get(f"{SECONDS}/mean") for s, _, _ in seen) / mean(s.gap_s for s, _, _ in seen)
+    made = batch * group * len(seen)
+    samples, tokens = sum(s.thrown[0] for s, _, _ in seen), sum(s.thrown[1] for s, _, _ in seen)
+    length = mean(s.get(f"{LENGTH}/mean") for s, _, _ in seen)
+    of_thrown = tokens / samples / length if samples and tokens and length else 1.0
+    seconds = (made + samples * of_thrown) * mean(s.get(f"{SECONDS}/mean") for s, _, _ in seen)
+    running = seconds / sum(s.gap_s for s, _, _ in seen)
     workers = max(1, len({str(r["actor"]) for r in history.activations[-64:]}))
     of_each = int(_number(knobs.get("sglang_server_concurrency")))
     return Observed(
@@ -132,8 +148,44 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
         policy=str(knobs.get("staleness_policy", "auto")),
         lookahead=int(_number(knobs.get("staleness_lookahead"))),
         over_sampling=int(_number(knobs.get("over_sampling_batch_size"))),
+        alike=_alike([seconds for _, _, seconds in seen], group, [s.get(f"{STRAGGLER}/mean") for s, _, _ in seen]),
+        thrown=samples / (made + samples),
+        thrown_length=of_thrown,
         slots=slots or of_each * workers or math.ceil(max([running, *(workers * s.get(f"{RUNNING}/mean") for s, _, _ in seen)])),
     )
+
+
+def _alike(seconds: Sequence[Spread], group: int, told: Sequence[float]) -> float:
+    """Share of alike groups with which the slowest of a group takes as many times the mean of it as was told (`STRAGGLER`, 0 =
+    not told)."""
+    straggles = [times for times in told if times > 0]
+    draw = rng_for(0, "stragglers")
+    apart: list[float] = []
+    for _ in range(STRAGGLERS if straggles and group > 1 else 0):
+        took = [draw.choice(seconds).at(draw.random()) for _ in range(group)]
+        apart += [max(took) * group / sum(took)] if sum(took) > 0 else []
+    if not apart or mean(apart) <= 1:
+        return 0.0
+    return min(1.0, max(0.0, (mean(apart) - mean(straggles)) / (mean(apart) - 1)))
+
+
+def settled(history: History, fills: int, *, starts: bool = False) -> list[Step]:
+    """Steps under the present settings, without so many after a change in which the run fills up or drains; with `starts`
+    without those after each start as well."""
+    patches: list[int] = []
+    for record in history.knobs[1:]:
+        while patches and patches[-1] >= int(record["epoch"]):  # on a bus made anew epochs go on from a checkpoint
+            patches.pop()
+        if {*ASKED, *SHAPES} & record["values"].keys():
+            patches.append(int(record["epoch"]))
+    changed, found = patches[-1] if patches else -1, []
+    left = fills if starts else 0
+    for step in history.steps:
+        before = max(0, step.knob_epoch) < changed
+        left = fills if before or (starts and step.resumed) else left - 1
+        if left < 0:
+            found.append(step)
+    return found
 
 
 def live_knobs(history: History) -> dict[str, Any]:

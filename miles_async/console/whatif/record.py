@@ -20,7 +20,7 @@ from actors.recorder.history import AVG_STALENESS, History, Step, history_of
 from actors.recorder.records import Record
 from actors.trainer.spread import RUNNING, SECONDS
 from bus.inspect import wall_of
-from miles_async.console.whatif.observed import live_knobs, slowdown_of
+from miles_async.console.whatif.observed import live_knobs, settled, slowdown_of
 from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.flat import Flat
@@ -30,14 +30,6 @@ from miles_async.settings.slots import AUTO_MAX_RUNNING
 LOOKED_AT = 200  # newest steps
 FEWEST = 8
 SURE = 0.25  # standard error of what a token costs the trainer, over the cost if all its time were for tokens
-SHAPES = ("rollout_max_response_len", "dynamic_sampling_filter_path")  # what a change of makes other samples
-ASKED = (
-    *("max_weight_staleness", "staleness_policy", "staleness_lookahead", "over_sampling_batch_size"),
-    *("rollout_batch_size", "n_samples_per_prompt", "update_weights_interval", "sglang_server_concurrency"),
-    *("sglang_concurrency_min", "sglang_concurrency_max", "max_masked_fraction"),
-    *("num_generation_workers", "tail_slots", "tail_after_tokens", "max_tokens_per_slice", "partial_rollout"),
-)
-"""Settings that the simulation knows."""
 
 
 Told = Annotated[str, msgspec.Meta(pattern=r"@\d+-\d+$")]  # <stream>@<entry id>
@@ -147,7 +139,7 @@ def recorded(records: Sequence[Record]) -> Recorded:
     if not history.steps or "rollout_batch_size" not in values:
         raise SettingsError("the record holds no step and its settings", remedy="Wait for the run's first steps.")
     settings = whole(values)
-    steps = _settled(history, records, settings)
+    steps = _settled(history, settings)
     lines = {r["step"]: r for r in records if r["kind"] == "step"}
     notes: list[str] = []
     knobs = knobs_of(settings, workers=_workers(history), slots=_slots(settings, records, steps, notes))
@@ -214,18 +206,10 @@ def knobs_of(s: Flat, *, workers: int, slots: int) -> Knobs:
 # -- steps -----------------------------------------------------------------------------------------------------------------
 
 
-def _settled(history: History, records: Sequence[Record], settings: Flat) -> list[Step]:
+def _settled(history: History, settings: Flat) -> list[Step]:
     """Steps under the present settings, without those in which the run filled up."""
-    patches = [r for r in history.knobs[1:] if {*ASKED, *SHAPES} & r["values"].keys()]
-    changed = max((r["epoch"] for r in patches), default=0)
-    epochs = {r["step"]: r.get("knob_epoch", 0) for r in records if r["kind"] == "step"}
     fills = settings.max_weight_staleness + 2
-    found: list[Step] = []
-    left = fills
-    for step in history.steps:
-        left = fills if step.resumed or epochs.get(step.step, 0) < changed else left - 1
-        if left < 0 and step.gap_s > 0:
-            found.append(step)
+    found = [s for s in settled(history, fills, starts=True) if s.gap_s > 0]
     if any("perf/turn_s" in s.metrics for s in found):
         raise SettingsError("engines and trainer take turns on shared GPUs, which is not simulated")
     if len(found) < FEWEST:

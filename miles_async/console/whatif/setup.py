@@ -6,6 +6,15 @@ import msgspec
 
 from actors.generation.slots import Limits
 
+SHAPES = ("rollout_max_response_len", "dynamic_sampling_filter_path")  # what a change of makes other samples
+ASKED = (
+    *("max_weight_staleness", "staleness_policy", "staleness_lookahead", "over_sampling_batch_size"),
+    *("rollout_batch_size", "n_samples_per_prompt", "update_weights_interval", "sglang_server_concurrency"),
+    *("sglang_concurrency_min", "sglang_concurrency_max", "max_masked_fraction"),
+    *("num_generation_workers", "tail_slots", "tail_after_tokens", "max_tokens_per_slice", "partial_rollout"),
+)
+"""Settings that the simulation knows."""
+
 
 class Draw(msgspec.Struct, frozen=True):
     """What one sample asks for: tokens, seconds on an engine if it ran alone, seconds of scoring."""
