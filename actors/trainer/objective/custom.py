@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.runtime.numbers import listed, number_of
 from actors.trainer.objective.advantages import AdvantageInputs
 from actors.trainer.objective.inputs import LossInputs
 from actors.trainer.objective.reductions import reduce_sum
@@ -76,7 +77,7 @@ def post_processed_rewards(
     result = _pair(_call(REWARDS, cfg, cfg, given), "(raw, processed)", 2, REWARDS, cfg)
     columns: list[list[float | None]] = []
     for what, column in zip(("raw", "processed"), result, strict=True):
-        values = column.tolist() if isinstance(column, Tensor) else column
+        values = listed(column)
         if not isinstance(values, list | tuple) or len(values) != len(shown):
             raise _wrong(REWARDS, cfg, f"{what} rewards are not {len(shown)} numbers in a list")
         known = {i: _finite(v, what, cfg) for i, v in zip(shown, values, strict=True)}
@@ -85,10 +86,10 @@ def post_processed_rewards(
 
 
 def _finite(x: Any, what: str, cfg: ObjectiveConfig) -> float | None:
-    value = x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
-    if value is not None and not isinstance(value, int | float):
-        raise _wrong(REWARDS, cfg, f"a {what} reward is {type(value).__name__}, expected a number")
-    return float(value) if value is not None and math.isfinite(value) else None
+    value = number_of(x)
+    if value is None and x is not None:
+        raise _wrong(REWARDS, cfg, f"a {what} reward is {type(x).__name__}, expected a number")
+    return value if value is not None and math.isfinite(value) else None
 
 
 def advantages(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
