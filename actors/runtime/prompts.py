@@ -290,7 +290,7 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None, coming
     parts: list[tuple[int, float]] = []
     for source in sources_of(spec.path):
         before, folder = len(prompts), _folder(source.path)
-        for number, row in read(source, function):
+        for at, number, row in read(source, function):
             index += 1
             try:
                 found = parts_of(row, keys, chat=spec.apply_chat_template, supervised=spec.supervised)
@@ -305,10 +305,10 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None, coming
                     ids, places = vision.laid_out(ids, [vision.grid(one, folder) for one in found.pictures])
                     pictures = [Shown(one, folder, where) for one, where in zip(found.pictures, places, strict=True)]
             except BadImage as error:
-                unseen.append(f"{source.path} row {number}: {error}")
+                unseen.append(f"{at} row {number}: {error}")
                 continue
             except Refused as error:
-                raise Refused(f"{source.path} row {number}: {error}") from error
+                raise Refused(f"{at} row {number}: {error}") from error
             if 0 < spec.max_prompt_len < len(ids) or 0 < spec.max_response_len < len(response):
                 too_long += 1
                 continue

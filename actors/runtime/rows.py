@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -25,7 +25,15 @@ GYM = "reasoning_gym:"
 MOST_ROWS = 20_000_000  # of a function; more is taken for a source without an end
 _SOURCE = re.compile(r"(?:(?P<weight>\d+(?:\.\d+)?)\*)?(?P<path>.+?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?")
 Row = dict[str, Any]
-Numbered = Iterator[tuple[int, Row]]
+
+
+class Placed(NamedTuple):
+    """A row and where it stands: `number`, from 1, of the line of JSONL or the row of another file `at`, or of the source `at`."""
+
+    at: str
+    number: int
+    row: Row
+
 
 
 class BadData(Refused):
@@ -62,14 +70,13 @@ def sources_of(text: str) -> tuple[Source, ...]:
     return tuple(found)
 
 
-def read(source: Source, function: Callable[[str], Iterable[Any]] | None = None) -> Numbered:
-    """(number, row) of the rows that a source selects. Numbers count from 1: lines of JSONL, else rows. `function`: of the user's,
-    gets the path. Raises BadData."""
+def read(source: Source, function: Callable[[str], Iterable[Any]] | None = None) -> Iterator[Placed]:
+    """The rows that a source selects. `function`: of the user's, gets the path. Raises BadData."""
     start, stop = source.start or 0, source.stop
     if start < 0 or (stop or 0) < 0:
-        total = sum(1 for _ in _numbered(source.path, function))
+        total = sum(1 for _ in _placed(source.path, function))
         start, stop, _ = slice(source.start, stop).indices(total)
-    return islice(_numbered(source.path, function), start, stop)
+    return islice(_placed(source.path, function), start, stop)
 
 
 def count(source: Source) -> tuple[int, int]:
@@ -128,28 +135,23 @@ def _number(text: str) -> Any:
         return text
 
 
-def _numbered(path: str, function: Callable[[str], Iterable[Any]] | None) -> Numbered:
+def _placed(path: str, function: Callable[[str], Iterable[Any]] | None) -> Iterator[Placed]:
     if function is not None:
         for number, row in enumerate(function(path), 1):
             if number > MOST_ROWS:
                 raise BadData(f"{path}: more than {MOST_ROWS} rows", "A data source ends: an epoch is its rows.")
-            yield number, row
+            yield Placed(path, number, row)
     elif path.startswith(GYM):
         made = gym(path)
         for index in range(len(made)):
             item = made[index]
             metadata = {"rm_type": "reasoning_gym", "source": path, "index": index}
-            yield index + 1, {"question": item["question"], "answer": str(item["answer"]), "metadata": metadata}
+            row = {"question": item["question"], "answer": str(item["answer"]), "metadata": metadata}
+            yield Placed(path, index + 1, row)
     else:
-        before = 0
         for file in _files(path):
-            if file.suffix == ".jsonl":
-                yield from _lines_of(file)
-                continue
-            number = before
-            for number, row in enumerate(_table_rows(file), before + 1):
-                yield number, row
-            before = number
+            rows = _lines_of(file) if file.suffix == ".jsonl" else enumerate(_table_rows(file), 1)
+            yield from (Placed(str(file), number, row) for number, row in rows)
 
 
 def _files(path: str) -> list[Path]:
@@ -175,13 +177,13 @@ def _files(path: str) -> list[Path]:
             return [place / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise BadData(f"{place} is no saved data set: {error!r}", "Save it again with save_to_disk().") from error
-    found = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES)
+    found = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
     if len({file.suffix for file in found}) != 1:
         raise BadData("a folder without files of one data format", f"Give a {known} file, or a folder of such.")
     return found
 
 
-def _lines_of(file: Path) -> Numbered:
+def _lines_of(file: Path) -> Iterator[tuple[int, Row]]:
     for number, line in _lines(file):
         try:
             row = json.loads(line)

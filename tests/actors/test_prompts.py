@@ -116,7 +116,7 @@ def test_rows_come_from_whatever_holds_them(tmp_path: Path) -> None:
         pq.write_table(pa.Table.from_pylist(part), shards / f"{i}.parquet")
     for place in ("saved", "shards"):
         [source] = sources_of(f"{tmp_path / place}@[1:-1]")
-        assert list(read(source)) == [(i + 1, rows[i]) for i in (1, 2, 3)] and count(source) == (3, 5)
+        assert [placed.row for placed in read(source)] == rows[1:4] and count(source) == (3, 5)
     write_saved(tmp_path / "ordered", rows, _indices_data_files=["x"])
     (tmp_path / "both").mkdir()
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -129,6 +129,17 @@ def test_rows_come_from_whatever_holds_them(tmp_path: Path) -> None:
     ):
         with pytest.raises(Refused, match=says):
             list(read(sources_of(path if ":" in path else str(tmp_path / path))[0]))
+
+
+def test_a_row_is_named_by_its_own_file_and_hidden_files_are_none(tmp_path: Path, tokenizer_dir: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "1.jsonl").write_text('{"prompt": "1"}\n' * 3)
+    (folder / "2.jsonl").write_text('{"prompt": "1"}\n\n{"prompt": ""}\n')
+    (folder / "._1.jsonl").write_bytes(b"\0\5\x16\7")  # as macOS leaves beside a file
+    with pytest.raises(Refused, match=r"/2\.jsonl row 3: the prompt is"):
+        load_prompts(data_of(path=str(folder), tokenizer_dir=tokenizer_dir))
+    assert count(sources_of(str(folder))[0]) == (5, 5)
 
 
 def test_a_generator_of_problems_is_a_data_set(tokenizer_dir: str) -> None:
