@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from actors.generation.rollouts import Trajectory
 from actors.reward.sample import Sample
 from actors.runtime.child import is_alive
 from actors.runtime.hooks import load_hook
@@ -120,6 +121,21 @@ def test_it_is_called_as_it_will_be(field: str, hook: str, group_rm: bool, says:
     ask = Ask(paths={field: path}, sample=SAMPLE, data=data, group_rm=group_rm, reward_key="score", values=values)
     found = problem_of(field, path, ask)
     assert (says in found) if says else found == ""
+
+
+class LoopOfItsOwn:
+    def reset(self, task: dict[str, Any]) -> str:
+        return asyncio.run(asyncio.sleep(0, task["label"]))
+
+
+async def visits(task: Any, session: Any) -> list[Trajectory]:
+    return [Trajectory(task.prompt, [await session.generate(task.prompt)], reward=float(await session.world().reset() == "2"))]
+
+
+def test_an_environment_is_called_in_no_loop_also_by_a_program_that_is_tried() -> None:
+    paths = {"custom_generate_function_path": f"{__name__}.visits", "environment_path": f"{__name__}.LoopOfItsOwn"}
+    ask = Ask(paths=paths, sample=SAMPLE)
+    assert [problem_of(field, path, ask) for field, path in paths.items()] == ["", ""]
 
 
 BUSY = """

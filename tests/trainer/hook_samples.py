@@ -35,7 +35,7 @@ def plus_one(args, samples):
 
 
 def plus_one_of_numpy(args, samples):
-    rewards = np.array([s.reward for s in samples], dtype=np.float32)
+    rewards = np.array([s.get_reward_value(args) for s in samples], dtype=np.float32)
     return rewards, list(rewards + 1)
 
 
