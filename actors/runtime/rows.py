@@ -28,11 +28,13 @@ Row = dict[str, Any]
 
 
 class Placed(NamedTuple):
-    """A row and where it stands: `number`, from 1, of the line of JSONL or the row of another file `at`, or of the source `at`."""
+    """A row and where it stands: `number`, from 1, of the line of JSONL or the row of another file `at`, or of the source `at`.
+    `padded`: its tables have all keys that any row's have there, those that it lacks as None (Parquet, Arrow)."""
 
     at: str
     number: int
     row: Row
+    padded: bool = False
 
 
 
@@ -101,6 +103,13 @@ def value_at(row: Any, key: str) -> Any:
     raise KeyError(key)
 
 
+def unpadded(value: Any) -> Any:
+    """Tables without their keys that hold None."""
+    if isinstance(value, dict):
+        return {key: unpadded(part) for key, part in value.items() if part is not None}
+    return [unpadded(part) for part in value] if isinstance(value, list) else value
+
+
 def image_key(multimodal_keys: str | None) -> str:
     """The column of --multimodal-keys, empty for none. Raises ValueError, in one line, for what is not carried."""
     try:
@@ -150,8 +159,9 @@ def _placed(path: str, function: Callable[[str], Iterable[Any]] | None) -> Itera
             yield Placed(path, index + 1, row)
     else:
         for file in _files(path):
-            rows = _lines_of(file) if file.suffix == ".jsonl" else enumerate(_table_rows(file), 1)
-            yield from (Placed(str(file), number, row) for number, row in rows)
+            padded = file.suffix != ".jsonl"
+            rows = enumerate(_table_rows(file), 1) if padded else _lines_of(file)
+            yield from (Placed(str(file), number, row, padded) for number, row in rows)
 
 
 def _files(path: str) -> list[Path]:

@@ -130,9 +130,9 @@ def check_prompt_lengths(
         return
     keys = {"input_key": r.input_key, "tool_key": r.tool_key, "multimodal_keys": image_key(r.multimodal_keys)}
     lengths = []
-    for at, number, given in prompts.head:
+    for at, number, given, padded in prompts.head:
         try:
-            row = parts_of(given, keys, chat=r.apply_chat_template)
+            row = parts_of(given, keys, chat=r.apply_chat_template, padded=padded)
             lengths.append(count_tokens(row.prompt, row.tools))
         except Refused as error:
             raise SettingsError(f"{at}, row {number}: {error}", field="prompt_data", value=r.prompt_data) from None

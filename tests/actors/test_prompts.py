@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
@@ -129,6 +130,22 @@ def test_rows_come_from_whatever_holds_them(tmp_path: Path) -> None:
     ):
         with pytest.raises(Refused, match=says):
             list(read(sources_of(path if ":" in path else str(tmp_path / path))[0]))
+
+
+def test_keys_that_only_other_rows_have_are_not_shown_to_the_model(tmp_path: Path, tokenizer_dir: str) -> None:
+    def called(name: str, **arguments: Any) -> list[Any]:
+        calls = [{"function": {"name": name, "arguments": arguments}}]
+        return [*CHAT, {"role": "assistant", "content": None, "tool_calls": calls}, *CHAT]
+
+    tools = [[{"name": "8", "properties": {"a": {"type": "x"}}}], [{"name": "9", "properties": {"b": {"enum": ["y", None]}}}]]
+    rows = [{"prompt": called("8", a=1), "tools": tools[0]}, {"prompt": called("9", b=2), "tools": tools[1]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (template := tmp_path / "t.jinja").write_text("{{ tools | tojson }}{{ messages | tojson }}")
+    spec = {"tool_key": "tools", "apply_chat_template": True, "chat_template_path": str(template), "tokenizer_dir": tokenizer_dir}
+    found = load_prompts(data_of(path=str(tmp_path / "rows.parquet"), **spec)).prompts
+    assert [prompt.metadata["tools"] for prompt in found] == tools
+    for prompt in found:  # of the messages' own keys the template's engine decides
+        assert "null" not in re.sub(r'"(content|tool_calls)": null|\["y", null\]', "", prompt.text)
 
 
 def test_a_row_is_named_by_its_own_file_and_hidden_files_are_none(tmp_path: Path, tokenizer_dir: str) -> None:
