@@ -15,6 +15,7 @@ from miles_async.launcher.hooks import _sample, check_quantization
 from miles_async.launcher.preflight import check_prompt_data, check_prompt_lengths, preflight
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
+from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
@@ -259,3 +260,10 @@ def test_probes_are_asked_last_and_their_refusal_counts(data):
         raise SettingsError("does not answer", field="bus_url", value=settings.bus.bus_url)
 
     assert "bus_url" in refusal(make(data, bus_url="redis://localhost:1"), probes=[refuse])
+
+
+@pytest.mark.parametrize(("text", "says"), [("n: 123456789012345678901234567890", "serialize ints"), ("a: &a [*a]", "recursion")])
+def test_a_file_of_own_values_that_cannot_be_sent_is_refused(tmp_path, text, says):
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(SettingsError, match=f"own.yaml.*{says}"):
+        custom_config(str(tmp_path / "own.yaml"))
