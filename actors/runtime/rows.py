@@ -8,6 +8,7 @@ the same order, so that a number tells a row.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -59,7 +60,7 @@ class Source(msgspec.Struct, frozen=True):
 def sources_of(text: str) -> tuple[Source, ...]:
     """The sources that a --prompt-data names."""
     found = []
-    for part in [text] if Path(text).exists() else text.split(","):
+    for part in [text] if os.path.exists(text) else text.split(","):  # several may be longer than a path can be
         match = _SOURCE.fullmatch(part.strip())
         if match is None:
             raise BadData("an empty source", "Write PATH, or WEIGHT*PATH, WEIGHT*PATH.")
@@ -132,7 +133,9 @@ def gym(text: str) -> Any:
         raise BadData(f"{text} needs reasoning-gym", "pip install 'miles-async[gym]'.") from None
     options = {"seed": 0} | {key: _number(value) for key, value in parse_qsl(query, keep_blank_values=True)}
     try:
-        return reasoning_gym.create_dataset(name, **options)
+        made = reasoning_gym.create_dataset(name, **options)
+        len(made)  # its configurations look at some values only
+        return made
     except Exception as error:  # its configurations raise what they like
         raise BadData(f"{text}: {type(error).__name__}: {error}", "Write reasoning_gym:NAME?size=500&seed=1.") from error
 
@@ -167,7 +170,7 @@ def _placed(path: str, function: Callable[[str], Iterable[Any]] | None) -> Itera
 def _files(path: str) -> list[Path]:
     """The files of a source, in order."""
     place = Path(path)
-    if not place.exists():
+    if not os.path.exists(path):
         if "@[" in path:
             raise BadData("not a slice", "Write path@[a:b] with whole numbers.")
         raise BadData(f"no such file (looked in {Path.cwd()})", "Give the path of a data set.")

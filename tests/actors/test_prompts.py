@@ -127,6 +127,9 @@ def test_rows_come_from_whatever_holds_them(tmp_path: Path) -> None:
         ("both", "the splits train, test.*both/train"),
         ("bad.arrow", "not an Arrow"),
         ("reasoning_gym:nothing", "not registered"),
+        ("reasoning_gym:leg_counting?size=-5", "leg_counting.size=-5: ValueError"),
+        ("reasoning_gym:leg_counting?size=many", "TypeError"),
+        ("long" * 100, "no such file"),
     ):
         with pytest.raises(Refused, match=says):
             list(read(sources_of(path if ":" in path else str(tmp_path / path))[0]))
@@ -157,6 +160,11 @@ def test_a_row_is_named_by_its_own_file_and_hidden_files_are_none(tmp_path: Path
     with pytest.raises(Refused, match=r"/2\.jsonl row 3: the prompt is"):
         load_prompts(data_of(path=str(folder), tokenizer_dir=tokenizer_dir))
     assert count(sources_of(str(folder))[0]) == (5, 5)
+
+
+def test_many_sources_may_be_longer_than_a_path() -> None:
+    text = ", ".join(f"1*{i:03}.jsonl" for i in range(1000))
+    assert [source.path for source in sources_of(text)] == [f"{i:03}.jsonl" for i in range(1000)]
 
 
 def test_a_generator_of_problems_is_a_data_set(tokenizer_dir: str) -> None:
