@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from actors.runtime.numbers import listed, number_of
 from bus.errors import printable
 
 MAX_FRAME_BYTES = 256 << 20
@@ -74,11 +75,14 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
 
 
 def plain(value: object) -> Plain:
-    """A hook's answer in terms that travel, of a group a list. Tables keep their keys; numpy and torch scalars become floats."""
+    """A hook's answer in terms that travel, of a group a list, which may be an array. Tables keep their keys; numpy and torch
+    scalars become floats."""
     if isinstance(value, dict):
         return {printable(str(key)): _scalar(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]  # type: ignore[misc]
+    if number_of(value) is None and isinstance(found := listed(value), list):
+        return plain(found)
     return _scalar(value)
 
 
@@ -87,7 +91,5 @@ def _scalar(value: object) -> Scalar:
         return None
     if isinstance(value, str):
         return printable(value[:200])
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return f"<{type(value).__name__}>"
+    number = number_of(value)
+    return f"<{type(value).__name__}>" if number is None else number

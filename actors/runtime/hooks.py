@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import os
 import sys
+import zlib
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, BinaryIO
 
 from actors.runtime.run import Refused
 
@@ -17,16 +19,12 @@ def load_hook(path: str) -> Any:
     was changed in the same second without growing."""
     kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # last: what lies there by the name of a package of ours is not ours
         if ".py:" in path:
             file, _, name = path.rpartition(":")
-            spec = importlib.util.spec_from_file_location(f"hook_{Path(file).stem}", file)
-            if spec is None or spec.loader is None:
-                raise ImportError(f"{file} is not a Python file")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = _module_of(file)
         else:
-            if os.getcwd() not in sys.path:
-                sys.path.append(os.getcwd())  # last: what lies there by the name of a package of ours is not ours
             module_name, _, name = path.rpartition(".")
             module = importlib.import_module(module_name)
         hook = getattr(module, name)
@@ -39,6 +37,29 @@ def load_hook(path: str) -> Any:
     if not callable(hook):
         raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
     return hook
+
+
+def _module_of(file: str) -> ModuleType:
+    """A file's module, known by a name of its own: dataclasses, pickle and type hints look up the module of what they are given."""
+    name = f"hook_{Path(file).stem}_{zlib.crc32(os.path.abspath(file).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def own_stdout() -> BinaryIO:
+    """Standard output for ourselves: what code of the user's prints, and what it starts prints, goes to stderr from here on."""
+    sys.stdout.flush()
+    kept = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return kept
 
 
 def _why(error: BaseException) -> str:

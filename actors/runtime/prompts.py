@@ -14,7 +14,7 @@ import msgspec
 
 from actors.runtime.chat import Chat
 from actors.runtime.context import Context
-from actors.runtime.rows import BadData, image_key, read, sources_of, value_at
+from actors.runtime.rows import BadData, image_key, read, sources_of, unpadded, value_at
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED
@@ -91,9 +91,12 @@ _CHAT = "These are chat messages: set --apply-chat-template, or give the text th
 _LABEL = "Name a part of it (--label-key reward_model.ground_truth), or keep it in the metadata and score with --custom-rm-path."
 
 
-def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool = False, supervised: bool = False) -> Row:
+def parts_of(
+    row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool = False, supervised: bool = False, padded: bool = False
+) -> Row:
     """The parts of a row by the settings that name them. `strict`: a named column must be there; else only that of the prompt, and
-    one with a dot. `supervised`: the prompt is a whole dialogue, or a text whose label is the response. Raises BadRow."""
+    one with a dot. `supervised`: the prompt is a whole dialogue, or a text whose label is the response. `padded`: as `Placed` has
+    it; the model shall not be shown other tools' arguments as null. Raises BadRow."""
     found: dict[str, Any] = {}
     for setting, key in keys.items():
         try:
@@ -118,6 +121,8 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if not chat:
             raise refused("input_key", f"the prompt is {_kind(prompt)}, not text", _CHAT)
+        if padded:
+            prompt = [m | {"tool_calls": unpadded(m["tool_calls"])} if m.get("tool_calls") else m for m in prompt]
         for message in prompt:
             parts = message.get("content") if isinstance(message.get("content"), list) else ()
             kinds = ("text", "image") if pictures else ("text",)
@@ -139,6 +144,8 @@ def parts_of(row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool 
             tools = json.loads(tools)
         except ValueError:
             pass
+    elif padded:
+        tools = unpadded(tools)
     if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
         raise refused("tool_key", f"the tools KEY are {_kind(tools)}, not a list of objects")
     if tools and not chat:
@@ -290,10 +297,10 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None, coming
     parts: list[tuple[int, float]] = []
     for source in sources_of(spec.path):
         before, folder = len(prompts), _folder(source.path)
-        for number, row in read(source, function):
+        for at, number, row, padded in read(source, function):
             index += 1
             try:
-                found = parts_of(row, keys, chat=spec.apply_chat_template, supervised=spec.supervised)
+                found = parts_of(row, keys, chat=spec.apply_chat_template, supervised=spec.supervised, padded=padded)
                 response: list[int] = []
                 mask: list[int] = []
                 if spec.supervised:
@@ -305,10 +312,10 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None, coming
                     ids, places = vision.laid_out(ids, [vision.grid(one, folder) for one in found.pictures])
                     pictures = [Shown(one, folder, where) for one, where in zip(found.pictures, places, strict=True)]
             except BadImage as error:
-                unseen.append(f"{source.path} row {number}: {error}")
+                unseen.append(f"{at} row {number}: {error}")
                 continue
             except Refused as error:
-                raise Refused(f"{source.path} row {number}: {error}") from error
+                raise Refused(f"{at} row {number}: {error}") from error
             if 0 < spec.max_prompt_len < len(ids) or 0 < spec.max_response_len < len(response):
                 too_long += 1
                 continue

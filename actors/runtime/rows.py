@@ -8,12 +8,13 @@ the same order, so that a number tells a row.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -25,7 +26,17 @@ GYM = "reasoning_gym:"
 MOST_ROWS = 20_000_000  # of a function; more is taken for a source without an end
 _SOURCE = re.compile(r"(?:(?P<weight>\d+(?:\.\d+)?)\*)?(?P<path>.+?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?")
 Row = dict[str, Any]
-Numbered = Iterator[tuple[int, Row]]
+
+
+class Placed(NamedTuple):
+    """A row and where it stands: `number`, from 1, of the line of JSONL or the row of another file `at`, or of the source `at`.
+    `padded`: its tables have all keys that any row's have there, those that it lacks as None (Parquet, Arrow)."""
+
+    at: str
+    number: int
+    row: Row
+    padded: bool = False
+
 
 
 class BadData(Refused):
@@ -49,7 +60,7 @@ class Source(msgspec.Struct, frozen=True):
 def sources_of(text: str) -> tuple[Source, ...]:
     """The sources that a --prompt-data names."""
     found = []
-    for part in [text] if Path(text).exists() else text.split(","):
+    for part in [text] if os.path.exists(text) else text.split(","):  # several may be longer than a path can be
         match = _SOURCE.fullmatch(part.strip())
         if match is None:
             raise BadData("an empty source", "Write PATH, or WEIGHT*PATH, WEIGHT*PATH.")
@@ -62,14 +73,13 @@ def sources_of(text: str) -> tuple[Source, ...]:
     return tuple(found)
 
 
-def read(source: Source, function: Callable[[str], Iterable[Any]] | None = None) -> Numbered:
-    """(number, row) of the rows that a source selects. Numbers count from 1: lines of JSONL, else rows. `function`: of the user's,
-    gets the path. Raises BadData."""
+def read(source: Source, function: Callable[[str], Iterable[Any]] | None = None) -> Iterator[Placed]:
+    """The rows that a source selects. `function`: of the user's, gets the path. Raises BadData."""
     start, stop = source.start or 0, source.stop
     if start < 0 or (stop or 0) < 0:
-        total = sum(1 for _ in _numbered(source.path, function))
+        total = sum(1 for _ in _placed(source.path, function))
         start, stop, _ = slice(source.start, stop).indices(total)
-    return islice(_numbered(source.path, function), start, stop)
+    return islice(_placed(source.path, function), start, stop)
 
 
 def count(source: Source) -> tuple[int, int]:
@@ -94,6 +104,13 @@ def value_at(row: Any, key: str) -> Any:
     raise KeyError(key)
 
 
+def unpadded(value: Any) -> Any:
+    """Tables without their keys that hold None."""
+    if isinstance(value, dict):
+        return {key: unpadded(part) for key, part in value.items() if part is not None}
+    return [unpadded(part) for part in value] if isinstance(value, list) else value
+
+
 def image_key(multimodal_keys: str | None) -> str:
     """The column of --multimodal-keys, empty for none. Raises ValueError, in one line, for what is not carried."""
     try:
@@ -116,7 +133,9 @@ def gym(text: str) -> Any:
         raise BadData(f"{text} needs reasoning-gym", "pip install 'miles-async[gym]'.") from None
     options = {"seed": 0} | {key: _number(value) for key, value in parse_qsl(query, keep_blank_values=True)}
     try:
-        return reasoning_gym.create_dataset(name, **options)
+        made = reasoning_gym.create_dataset(name, **options)
+        len(made)  # its configurations look at some values only
+        return made
     except Exception as error:  # its configurations raise what they like
         raise BadData(f"{text}: {type(error).__name__}: {error}", "Write reasoning_gym:NAME?size=500&seed=1.") from error
 
@@ -128,34 +147,30 @@ def _number(text: str) -> Any:
         return text
 
 
-def _numbered(path: str, function: Callable[[str], Iterable[Any]] | None) -> Numbered:
+def _placed(path: str, function: Callable[[str], Iterable[Any]] | None) -> Iterator[Placed]:
     if function is not None:
         for number, row in enumerate(function(path), 1):
             if number > MOST_ROWS:
                 raise BadData(f"{path}: more than {MOST_ROWS} rows", "A data source ends: an epoch is its rows.")
-            yield number, row
+            yield Placed(path, number, row)
     elif path.startswith(GYM):
         made = gym(path)
         for index in range(len(made)):
             item = made[index]
             metadata = {"rm_type": "reasoning_gym", "source": path, "index": index}
-            yield index + 1, {"question": item["question"], "answer": str(item["answer"]), "metadata": metadata}
+            row = {"question": item["question"], "answer": str(item["answer"]), "metadata": metadata}
+            yield Placed(path, index + 1, row)
     else:
-        before = 0
         for file in _files(path):
-            if file.suffix == ".jsonl":
-                yield from _lines_of(file)
-                continue
-            number = before
-            for number, row in enumerate(_table_rows(file), before + 1):
-                yield number, row
-            before = number
+            padded = file.suffix != ".jsonl"
+            rows = enumerate(_table_rows(file), 1) if padded else _lines_of(file)
+            yield from (Placed(str(file), number, row, padded) for number, row in rows)
 
 
 def _files(path: str) -> list[Path]:
     """The files of a source, in order."""
     place = Path(path)
-    if not place.exists():
+    if not os.path.exists(path):
         if "@[" in path:
             raise BadData("not a slice", "Write path@[a:b] with whole numbers.")
         raise BadData(f"no such file (looked in {Path.cwd()})", "Give the path of a data set.")
@@ -175,13 +190,13 @@ def _files(path: str) -> list[Path]:
             return [place / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise BadData(f"{place} is no saved data set: {error!r}", "Save it again with save_to_disk().") from error
-    found = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES)
+    found = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
     if len({file.suffix for file in found}) != 1:
         raise BadData("a folder without files of one data format", f"Give a {known} file, or a folder of such.")
     return found
 
 
-def _lines_of(file: Path) -> Numbered:
+def _lines_of(file: Path) -> Iterator[tuple[int, Row]]:
     for number, line in _lines(file):
         try:
             row = json.loads(line)

@@ -69,11 +69,17 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
     sys.exit(code)
 
 
+TELL_EACH_CALL = ("httpx", "httpx2", "openai")
+"""Loggers of clients in agents and rewards: a line at INFO for each call, whose address may hold a key."""
+
+
 def log_to_stderr() -> None:
     """One line per event with time and actor; nothing in it that a terminal would obey."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Printable("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    for name in TELL_EACH_CALL:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 class _Printable(logging.Formatter):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from actors.runtime.context import Context
 from actors.runtime.miles import MilesSample, judged
+from actors.runtime.numbers import number_of
 from actors.runtime.prompts import decoder_of
 from actors.runtime.whole import Whole, WholeFailed
 from actors.trainer.spec import TrainerSpec
@@ -125,11 +126,11 @@ def settled(
                 f"gave a loss mask of sample {sample.group_index}/{sample.index} that "
                 + (f"has {len(mask)} entries for {len(own)} tokens" if len(mask) != len(own) else "trains what no model made")
             )
-    rewards = new.get("rewards", [None] * n)
-    for reward in rewards:
-        if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-            raise Unfit(f"gave {reward!r:.60} as a reward, which is no finite number")
-    return {**made, "loss_masks": masks, "rewards": [None if r is None else float(r) for r in rewards]}
+    rewards = [(given, number_of(given)) for given in new.get("rewards", [None] * n)]
+    for given, number in rewards:
+        if given is not None and (number is None or not math.isfinite(number)):
+            raise Unfit(f"gave {given!r:.60} as a reward, which is no finite number")
+    return {**made, "loss_masks": masks, "rewards": [number for _, number in rewards]}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -6,11 +6,12 @@ The launcher runs this in a process of its own, since it loads torch and the use
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
 
 import msgspec
 
+from actors.runtime.hooks import own_stdout
 from actors.trainer.objective_config import HookError, ObjectiveConfig
 
 
@@ -18,16 +19,16 @@ def main() -> int:
     """Read, probe, answer."""
     cfg = msgspec.json.decode(sys.stdin.buffer.read(), type=ObjectiveConfig)
     answer: dict[str, str] = {}
-    with contextlib.redirect_stdout(sys.stderr):
+    with own_stdout() as answers:
         from actors.trainer.hooks import probe
 
         try:
             probe(cfg)
         except HookError as error:
             answer = {"field": error.field, "path": error.path, "problem": error.problem, "remedy": error.remedy}
-    print(msgspec.json.encode(answer).decode())
+        answers.write(msgspec.json.encode(answer))
     return 2 if answer else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # no thread that a hook began is waited for

@@ -26,6 +26,7 @@ from miles_async.console.report_samples import samples_of
 from miles_async.console.text import knob_text
 from miles_async.console.whatif.observed import Spread
 from miles_async.settings.runs import read_settings
+from miles_async.settings.secrets import without_credentials
 
 STALENESS_KNOB = "max_weight_staleness"
 MOST_BYTES = 6_000_000  # of all tables of a page, about
@@ -51,7 +52,7 @@ class Run(msgspec.Struct):
 
 def read_run(run_dir: Path) -> Run:
     """Reads the record line by line: that of a week does not lie in memory twice."""
-    run = Run(run_dir.name, run_dir, History(), read_settings(run_dir), {})
+    run = Run(run_dir.name, run_dir, History(), without_credentials(read_settings(run_dir)), {})
     for record in stream_records(run_dir):
         run.history.fold(record)
         if record["kind"] == "system":

@@ -3,14 +3,18 @@ own, since this one loads neither torch nor them, and the model's quantisation."
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Container
-from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 
+from actors.reward.leftovers import MARK, end_marked, new_mark
 from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
 from actors.runtime.rows import value_at
@@ -76,7 +80,7 @@ def _sample(settings: RunSettings) -> dict[str, object]:
     r = settings.rollout
     try:
         keys = {"input_key": r.input_key, "label_key": r.label_key, "metadata_key": r.metadata_key}
-        [row] = islice(check_prompt_data(r.prompt_data, field="prompt_data", keys=keys).head, 1)
+        row = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys).head[0].row
     except SettingsError:  # refused elsewhere
         return {"sample_id": "try/0", "prompt": "1+1=", "response": "", "label": "", "metadata": {}}
     found = value_at(row, r.label_key) if r.label_key else None
@@ -93,18 +97,18 @@ def _sample(settings: RunSettings) -> dict[str, object]:
 
 def _try(module: str, names: str, body: bytes) -> None:
     try:
-        done = subprocess.run([*PYTHON, module], input=body, capture_output=True, timeout=DEADLINE_S, check=False)
+        status, output, errors = _run(module, body)
     except subprocess.TimeoutExpired:
         raise SettingsError(
             f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s",
             remedy="Look for a loop or a wait in it.",
         ) from None
     try:
-        answers = msgspec.json.decode(done.stdout, type=Answer | list[Answer])
+        answers = msgspec.json.decode(output, type=Answer | list[Answer])
     except UNREADABLE:
-        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         raise SettingsError(
-            f"{names}: the process that tried it ended with status {done.returncode}: {last[:300]}",
+            f"{names}: the process that tried it ended with status {status}: {last[:300]}",
             remedy=f"Run python -m {module} by hand, or leave the hook out.",
         ) from None
     refused = Refusals()
@@ -113,6 +117,27 @@ def _try(module: str, names: str, body: bytes) -> None:
             remedy = answer.remedy if "Its signature" in answer.remedy else f"Its signature is {answer.remedy}."
             refused.found.append(SettingsError(answer.problem, field=answer.field, value=answer.path, remedy=remedy))
     refused.raise_all()
+
+
+def _run(module: str, body: bytes) -> tuple[int, bytes, bytes]:
+    """Exit status, standard output and error of a module that reads `body`. All that it started ends with it: in files, since a
+    pipe would be open for as long as a process that a function left behind. Raises TimeoutExpired."""
+    mark = new_mark()
+    with TemporaryFile() as output, TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [*PYTHON, module], stdin=subprocess.PIPE, stdout=output, stderr=errors, env=os.environ | {MARK: mark},
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.communicate(body, timeout=DEADLINE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            end_marked(mark)
+        output.seek(0)
+        errors.seek(0)
+        return process.returncode, output.read(), errors.read()
 
 
 def check_quantization(settings: RunSettings) -> None:

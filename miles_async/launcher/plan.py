@@ -34,6 +34,7 @@ from miles_async.settings.custom_config import custom_config
 from miles_async.settings.flat import Flat
 from miles_async.settings.live import initial_values
 from miles_async.settings.run import RunSettings
+from miles_async.settings.secrets import without_credentials
 
 T = TypeVar("T")
 REDUCTIONS: dict[str, Reduction] = {
@@ -132,7 +133,7 @@ def recorder_spec(settings: RunSettings, place: Place) -> RecorderSpec:
     name = settings.launch.name
     wanted = installed("tensorboard") if t.use_tensorboard is None else t.use_tensorboard
     on = wanted or t.use_wandb or t.use_mlflow or t.use_trackio or bool(t.otel_endpoint)
-    config = {key: value for key, value in initial_values(settings).items() if value is not None}
+    config = without_credentials({key: value for key, value in initial_values(settings).items() if value is not None})
     trackers = told(TrackerSpec, s, run=name, run_dir=place.run_dir, config=config, use_tensorboard=wanted) if on else None
     exporter = ExporterSpec(host=t.prometheus_host, port=t.prometheus_port, run=t.prometheus_run_name or name)
     return RecorderSpec(

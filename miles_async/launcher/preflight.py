@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from actors.runtime.prompts import BadRow, parts_of
-from actors.runtime.rows import BadData, count, image_key, read, sources_of
+from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
@@ -28,10 +28,10 @@ CHECKED_ROWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class DataInfo:
-    """What the check found: rows selected by the slices, and the first rows themselves for further checks."""
+    """What the check found: rows selected by the slices, and the first rows themselves for further checks, each with its place."""
 
     rows: int
-    head: tuple[dict[str, Any], ...]
+    head: tuple[Placed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +128,14 @@ def check_prompt_lengths(
     context = min(limits, default=None)
     if not prompts.head or settings.flat.supervised:  # whole dialogues are measured when they are read
         return
-    try:
-        keys = {"input_key": r.input_key, "tool_key": r.tool_key, "multimodal_keys": image_key(r.multimodal_keys)}
-        rows = (parts_of(row, keys, chat=r.apply_chat_template) for row in prompts.head)
-        lengths = [count_tokens(row.prompt, row.tools) for row in rows]
-    except Refused as error:
-        raise SettingsError(str(error), field="prompt_data", value=r.prompt_data) from None
+    keys = {"input_key": r.input_key, "tool_key": r.tool_key, "multimodal_keys": image_key(r.multimodal_keys)}
+    lengths = []
+    for at, number, given, padded in prompts.head:
+        try:
+            row = parts_of(given, keys, chat=r.apply_chat_template, padded=padded)
+            lengths.append(count_tokens(row.prompt, row.tools))
+        except Refused as error:
+            raise SettingsError(f"{at}, row {number}: {error}", field="prompt_data", value=r.prompt_data) from None
     if r.rollout_max_prompt_len is not None:
         lengths = [length for length in lengths if length <= r.rollout_max_prompt_len]
         if not lengths:
@@ -158,19 +160,23 @@ def check_prompt_data(
 ) -> DataInfo:
     """Check what one setting names. `keys`: settings field -> column that must be there (None: not asked for). `chat`: whether
     prompts may be chat messages; `supervised`: they hold the responses too."""
-    rows, head = 0, []
+    rows, head, path = 0, list[Placed](), text
     try:
         for source in sources_of(text):
+            path = source.path
             chosen, total = count(source)
             if not chosen:
                 why = "holds no rows" if total == 0 else f"selects none of the {total} rows"
                 raise SettingsError(f"{source.path} {why}", field=field, value=text, remedy="A run needs at least one prompt.")
             rows += chosen
-            for number, row in islice(read(source), CHECKED_ROWS):
-                _check_row(row, keys, f"{field} {source.path}, row {number}", chat=chat, supervised=supervised)
-                head.append(row)
+            for placed in islice(read(source), CHECKED_ROWS):
+                where = f"{field} {placed.at}, row {placed.number}"
+                _check_row(placed.row, keys, where, chat=chat, supervised=supervised)
+                head.append(placed)
     except BadData as error:
-        raise SettingsError(error.problem, field=field, value=text, remedy=error.remedy) from None
+        named = path == text or path in error.problem  # one of several sources
+        problem = error.problem if named else f"{path}: {error.problem}"
+        raise SettingsError(problem, field=field, value=text, remedy=error.remedy) from None
     return DataInfo(rows, tuple(head))
 
 

@@ -7,8 +7,8 @@ one JSON list of refusals on stdout, `[]` when all are sound. What hooks print g
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -23,7 +23,8 @@ from actors.generation.rollouts.probe import function_problem
 from actors.generation.rollouts.probe import problem_of as rollout_problem
 from actors.partial.decide import Plan, Waiting
 from actors.reward.sample import Sample, settle
-from actors.runtime.hooks import load_hook
+from actors.reward.wire import plain
+from actors.runtime.hooks import load_hook, own_stdout
 from actors.runtime.miles import MilesSample, judge_of, judged, reward_of
 from actors.runtime.prompts import DataSpec, parts_of
 from actors.runtime.rows import BadData, sources_of
@@ -167,11 +168,11 @@ def _rollout(index: int) -> RolloutDone:
 
 
 def _answer(hook: Callable[..., Any], given: tuple[Any, ...], deadline_s: float) -> Any:
-    async def call() -> Any:
-        value = hook(*given)
-        return await asyncio.wait_for(value, deadline_s) if inspect.isawaitable(value) else value
+    async def waited(value: Any) -> Any:
+        return await asyncio.wait_for(value, deadline_s)
 
-    return asyncio.run(call())
+    value = hook(*given)  # as at work: in no loop, since a plain function may run one of its own
+    return asyncio.run(waited(value)) if inspect.isawaitable(value) else value
 
 
 def _judged(field: str, answer: Any, ask: Ask, given: tuple[Any, ...]) -> str:
@@ -187,7 +188,8 @@ def _judged(field: str, answer: Any, ask: Ask, given: tuple[Any, ...]) -> str:
     if field == "environment_path":
         msgspec.msgpack.encode(answer)
     elif field == "custom_rm_path":
-        if ask.group_rm and not (isinstance(answer, list | tuple) and len(answer) == GROUP):
+        answer = plain(answer)
+        if ask.group_rm and not (isinstance(answer, list) and len(answer) == GROUP):
             return f"answered {GROUP} samples of a group (group_rm) with {answer!r:.100}, not with a list of as many rewards"
         for value in answer if ask.group_rm else [answer]:
             settle(value, ask.reward_key, "it")
@@ -211,15 +213,15 @@ def _judged(field: str, answer: Any, ask: Ask, given: tuple[Any, ...]) -> str:
 def main() -> int:
     """Read, try, answer."""
     ask = msgspec.json.decode(sys.stdin.buffer.read(), type=Ask)
-    with contextlib.redirect_stdout(sys.stderr):
+    with own_stdout() as answers:
         found = [
             {"field": field, "path": path, "problem": " ".join(problem.split())[:300], "remedy": SIGNATURES[field]}
             for field, path in ask.paths.items()
             if (problem := problem_of(field, path, ask))
         ]
-    print(msgspec.json.encode(found).decode())
+        answers.write(msgspec.json.encode(found))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # no thread that a hook began is waited for

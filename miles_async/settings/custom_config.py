@@ -23,7 +23,7 @@ def custom_config(path: str | None) -> dict[str, Any]:
         msgspec.msgpack.encode(found)
     except ImportError:
         raise SettingsError("YAML needs the package pyyaml", field="custom_config_path", value=path, remedy=REMEDY) from None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise SettingsError(f"cannot be read: {error}", field="custom_config_path", value=path, remedy=REMEDY) from error
     if not isinstance(found, dict):
         raise SettingsError("it holds no table", field="custom_config_path", value=path, remedy=REMEDY)

@@ -1,7 +1,10 @@
 """A password inside a bus address goes into the environment, where `bus.client.connect` looks for it, here and in every process
-that is started from here. So no settings hold one, whether they are printed, stored or sent on."""
+that is started from here. So no settings hold one, whether they are printed, stored or sent on. Other addresses keep what they
+were given with, in the run's own folder only."""
 
 import os
+import re
+from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 PASSWORD = "MILES_ASYNC_BUS_PASSWORD"  # as bus/client.py reads it
@@ -22,3 +25,18 @@ def take_password(url: str) -> str:
     place = f"{quote(unquote(user), safe='')}@{parts.netloc.rpartition('@')[2]}"
     options = {name: value for name, value in options.items() if name not in ("username", "password")}
     return urlunsplit((parts.scheme, place, parts.path, urlencode(options), ""))
+
+
+def without_credentials(value: Any) -> Any:
+    """Settings as they are shown to others, in a report or by a tracker: addresses in them without user, password and query."""
+    if isinstance(value, dict):
+        return {name: without_credentials(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_credentials(part) for part in value]
+    if not isinstance(value, str) or not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
+        return value
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        return value.partition("://")[0] + "://?"
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.filter.actor import FilterSpec
@@ -42,7 +43,7 @@ def leave_out_the_worst(args: Any, groups: list[list[Any]]) -> None:
 
 def convert(args: Any, samples: list[Any]) -> dict[str, list[Any]]:
     masks = [[0] * s.response_length if s.remove_sample else [*s.loss_mask[:-1], 0] for s in samples]
-    return {"tokens": [s.tokens for s in samples], "rewards": [s.reward * 10 for s in samples], "loss_masks": masks}
+    return {"tokens": [s.tokens for s in samples], "rewards": np.float32([s.reward * 10 for s in samples]), "loss_masks": masks}
 
 
 def first_token_only(args: Any, data: dict[str, list[Any]]) -> None:

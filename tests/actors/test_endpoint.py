@@ -221,6 +221,7 @@ async def test_training_draws_as_the_run_does_and_evaluation_as_asked(chat: Chat
         ({"response_format": {"type": "json_object"}}, "response_format not supported"),
         ({"tools": [{"type": "function"}]}, "'tools' must be"),
         ({"max_tokens": "many"}, "body cannot be read"),
+        ({"max_tokens": -1}, "max_tokens = -1 is below 0"),
     ],
 )
 async def test_what_cannot_be_answered_is_refused_by_name(chat: Chat, more: dict[str, Any], says: str) -> None:

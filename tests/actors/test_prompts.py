@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_rows_come_from_whatever_holds_them(tmp_path: Path) -> None:
         pq.write_table(pa.Table.from_pylist(part), shards / f"{i}.parquet")
     for place in ("saved", "shards"):
         [source] = sources_of(f"{tmp_path / place}@[1:-1]")
-        assert list(read(source)) == [(i + 1, rows[i]) for i in (1, 2, 3)] and count(source) == (3, 5)
+        assert [placed.row for placed in read(source)] == rows[1:4] and count(source) == (3, 5)
     write_saved(tmp_path / "ordered", rows, _indices_data_files=["x"])
     (tmp_path / "both").mkdir()
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -126,9 +127,44 @@ def test_rows_come_from_whatever_holds_them(tmp_path: Path) -> None:
         ("both", "the splits train, test.*both/train"),
         ("bad.arrow", "not an Arrow"),
         ("reasoning_gym:nothing", "not registered"),
+        ("reasoning_gym:leg_counting?size=-5", "leg_counting.size=-5: ValueError"),
+        ("reasoning_gym:leg_counting?size=many", "TypeError"),
+        ("long" * 100, "no such file"),
     ):
         with pytest.raises(Refused, match=says):
             list(read(sources_of(path if ":" in path else str(tmp_path / path))[0]))
+
+
+def test_keys_that_only_other_rows_have_are_not_shown_to_the_model(tmp_path: Path, tokenizer_dir: str) -> None:
+    def called(name: str, **arguments: Any) -> list[Any]:
+        calls = [{"function": {"name": name, "arguments": arguments}}]
+        return [*CHAT, {"role": "assistant", "content": None, "tool_calls": calls}, *CHAT]
+
+    tools = [[{"name": "8", "properties": {"a": {"type": "x"}}}], [{"name": "9", "properties": {"b": {"enum": ["y", None]}}}]]
+    rows = [{"prompt": called("8", a=1), "tools": tools[0]}, {"prompt": called("9", b=2), "tools": tools[1]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (template := tmp_path / "t.jinja").write_text("{{ tools | tojson }}{{ messages | tojson }}")
+    spec = {"tool_key": "tools", "apply_chat_template": True, "chat_template_path": str(template), "tokenizer_dir": tokenizer_dir}
+    found = load_prompts(data_of(path=str(tmp_path / "rows.parquet"), **spec)).prompts
+    assert [prompt.metadata["tools"] for prompt in found] == tools
+    for prompt in found:  # of the messages' own keys the template's engine decides
+        assert "null" not in re.sub(r'"(content|tool_calls)": null|\["y", null\]', "", prompt.text)
+
+
+def test_a_row_is_named_by_its_own_file_and_hidden_files_are_none(tmp_path: Path, tokenizer_dir: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "1.jsonl").write_text('{"prompt": "1"}\n' * 3)
+    (folder / "2.jsonl").write_text('{"prompt": "1"}\n\n{"prompt": ""}\n')
+    (folder / "._1.jsonl").write_bytes(b"\0\5\x16\7")  # as macOS leaves beside a file
+    with pytest.raises(Refused, match=r"/2\.jsonl row 3: the prompt is"):
+        load_prompts(data_of(path=str(folder), tokenizer_dir=tokenizer_dir))
+    assert count(sources_of(str(folder))[0]) == (5, 5)
+
+
+def test_many_sources_may_be_longer_than_a_path() -> None:
+    text = ", ".join(f"1*{i:03}.jsonl" for i in range(1000))
+    assert [source.path for source in sources_of(text)] == [f"{i:03}.jsonl" for i in range(1000)]
 
 
 def test_a_generator_of_problems_is_a_data_set(tokenizer_dir: str) -> None:

@@ -210,6 +210,8 @@ def test_the_settings_name_trackers_and_keep_the_key_to_the_recorder(place):
     s = settings_from(**flags, use_wandb=True, wandb_key="hidden", use_prometheus=True, name="mine", use_tensorboard=False)
     spec = recorder_spec(s, place)
     assert spec.trackers.wandb_key == "hidden" and "hidden" not in str(spec.trackers.config)
+    told = recorder_spec(settings_from(**flags, use_wandb=True, rm_url=["http://me:hidden@host/rm?key=hidden"]), place)
+    assert told.trackers.config["rm_url"] == ["http://host/rm"] and "hidden" not in str(told.trackers.config)
     assert list(opens(spec.trackers)) == ["wandb"]
     assert spec.exporter == ExporterSpec(host="127.0.0.1", port=9090, run="mine")
     with pytest.raises(SettingsError, match="wandb_mode"):

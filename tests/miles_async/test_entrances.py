@@ -51,6 +51,18 @@ def test_letters_and_logs_hold_none_either(capsys):
     assert SAFE in done.stderr and "\x1b" not in done.stderr
 
 
+def test_the_log_of_an_actor_has_no_line_for_each_call_that_an_agent_makes():
+    code = """
+from actors.runtime.run import log_to_stderr
+log_to_stderr()
+import logging, openai
+http = logging.getLogger(openai.DefaultHttpxClient.__mro__[-2].__module__.partition(".")[0])
+http.info("HTTP Request: GET http://tool/?key=hunter2"), http.warning("slow"), logging.getLogger("my_agent").info("mine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "hunter2" not in done.stderr and "slow" in done.stderr and "mine" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", "x" * 65, "trainer", "generation-0", "launcher", ".hidden", "a\nb", "a b"])
 def test_a_worker_cannot_take_a_name_that_leaves_the_run_or_is_anothers(name, redis_url, run_name, tmp_path, capsys):
     async def state() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from bus import client
 from miles_async.cli.app import main
+from miles_async.console.report import write_report
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.load import settings_from
 from miles_async.settings.secrets import PASSWORD, take_password
@@ -68,3 +69,12 @@ def test_no_command_shows_the_password_of_a_server_that_is_not_there(command, ca
     assert main([command, "--run", "r", "--bus-url", "redis://bob:s3cretpw@127.0.0.1:1/0"]) == 2
     said = capfd.readouterr()
     assert "s3cretpw" not in said.out + said.err and "127.0.0.1:1" in said.err
+
+
+def test_a_report_names_services_without_what_is_shown_to_them(tmp_path):
+    flags = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x", "num_rollout": 1, "rm_type": "remote_rm"}
+    urls = ["http://me:hidden@host:5/rm?key=hidden", "http://[hidden"]
+    (tmp_path / "settings.toml").write_text(dump_toml(settings_from(**flags, rm_url=urls)))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "knob", "wall": 1.0, "epoch": 0, "values": {"rm_url": ["http://u:hidden@h"]}}\n')
+    page = write_report(tmp_path).read_text("utf-8")
+    assert "http://host:5/rm" in page and "hidden@" not in page and "key=hidden" not in page

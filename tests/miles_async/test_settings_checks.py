@@ -15,6 +15,7 @@ from miles_async.launcher.hooks import _sample, check_quantization
 from miles_async.launcher.preflight import check_prompt_data, check_prompt_lengths, preflight
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
+from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
@@ -78,7 +79,7 @@ def test_a_quantisation_that_cannot_be_published_is_refused(data, model):
 def test_good_input_passes_and_tells_what_it_found(data, model):
     found = preflight(make(data, hf_checkpoint=str(model), label_key="answer"))
     assert found.prompts.rows == 10
-    assert found.prompts.head[3] == ROWS[3]
+    assert found.prompts.head[3].row == ROWS[3]
     assert found.model_context == 256
 
 
@@ -99,7 +100,7 @@ def test_slices_mean_what_python_means(tmp_path, data, slice_text, expected, suf
         pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
     path = tmp_path / f"train.{suffix}"
     found = check_prompt_data(f"{path}{slice_text}", field="prompt_data", keys={"input_key": "input"})
-    assert (found.rows, list(found.head)) == (len(expected), expected)
+    assert (found.rows, [placed.row for placed in found.head]) == (len(expected), expected)
 
 
 def test_a_path_may_hold_an_at_sign():
@@ -133,6 +134,7 @@ def test_bad_prompt_data_is_refused(tmp_path, name, content, words):
 def test_bad_slices_and_wrong_keys_are_refused(data):
     assert "selects none of the 10 rows" in refusal(make(f"{data}@[10:]"))
     assert "Write path@[a:b]" in refusal(make(f"{data}@[a:b]"))
+    assert "none.jsonl: no such file" in refusal(make(f"{data}, none.jsonl"))
     assert "label_key = 'anwser'" in refusal(make(data, label_key="anwser"))
     assert "eval_prompt_data" in refusal(make(data, eval_interval=1, eval_prompt_data=["held", "none.jsonl"]))
     assert "rollout_batch_size = 32" in refusal(make(data, num_rollout=None, num_epoch=3))
@@ -183,7 +185,7 @@ def test_the_check_reads_a_row_as_the_rooms_do(tmp_path, keys):
         assert error.field in keys
     assert (found is None) == (read is None)
     if read is not None:
-        assert value_at(found.head[0], keys["input_key"]) == read.text
+        assert value_at(found.head[0].row, keys["input_key"]) == read.text
 
 
 def test_hooks_are_tried_with_what_lies_under_a_dotted_key(tmp_path):
@@ -242,8 +244,26 @@ def test_a_prompt_longer_than_the_context_is_refused_unless_it_is_left_out(data)
         check(rollout_max_prompt_len=4)
 
 
+def test_a_prompt_that_the_tokenizer_refuses_is_named_by_its_row(data):
+    def refuse(prompt: str, _: object) -> int:
+        if prompt.startswith("7"):
+            raise Refused("it begins with '<s>' already.")
+        return 1
+
+    settings = make(data)
+    with pytest.raises(SettingsError, match=r"train\.jsonl, row 8: it begins"):
+        check_prompt_lengths(settings, preflight(settings).prompts, refuse, None)
+
+
 def test_probes_are_asked_last_and_their_refusal_counts(data):
     def refuse(settings: RunSettings) -> None:
         raise SettingsError("does not answer", field="bus_url", value=settings.bus.bus_url)
 
     assert "bus_url" in refusal(make(data, bus_url="redis://localhost:1"), probes=[refuse])
+
+
+@pytest.mark.parametrize(("text", "says"), [("n: 123456789012345678901234567890", "serialize ints"), ("a: &a [*a]", "recursion")])
+def test_a_file_of_own_values_that_cannot_be_sent_is_refused(tmp_path, text, says):
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(SettingsError, match=f"own.yaml.*{says}"):
+        custom_config(str(tmp_path / "own.yaml"))

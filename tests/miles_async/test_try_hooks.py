@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from actors.generation.rollouts import Trajectory
 from actors.reward.sample import Sample
+from actors.runtime.child import is_alive
+from actors.runtime.hooks import load_hook
+from miles_async.launcher import hooks
 from miles_async.launcher.try_hooks import Ask, problem_of
 from tests.declared import data_of
 
@@ -61,6 +69,22 @@ def whole_of_miles(args: Any, samples: list[Any]) -> list[float]:
     return [float(one.index) for one in samples]
 
 
+def of_numpy(sample: dict[str, Any]) -> Any:
+    return np.float32(sample["response"] == sample["label"])
+
+
+def table_of_numpy(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"score": np.int64(1), "right": np.bool_(sample["response"] == sample["label"])}
+
+
+def array(samples: list[dict[str, Any]]) -> Any:
+    return np.array([len(sample["response"]) for sample in samples])
+
+
+def loop_of_its_own(sample: dict[str, Any]) -> float:
+    return asyncio.run(asyncio.sleep(0, 1.0))
+
+
 def exits(sample: Any) -> float:
     sys.exit(4)
 
@@ -81,6 +105,10 @@ def keeps_of_miles(args: Any, group: list[Any]) -> Any:
         ("custom_rm_path", "as_many", True, ""),
         ("custom_rm_path", "one_for_all", True, "not with a list of as many rewards"),
         ("custom_rm_path", "one_for_all", False, ""),
+        ("custom_rm_path", "of_numpy", False, ""),
+        ("custom_rm_path", "table_of_numpy", False, ""),
+        ("custom_rm_path", "array", True, ""),
+        ("custom_rm_path", "loop_of_its_own", False, ""),
         ("custom_rm_path", "exits", False, "raised SystemExit: 4"),
         ("custom_rm_path", "of_miles", False, ""),
         ("custom_rm_path", "whole_of_miles", True, ""),
@@ -93,3 +121,59 @@ def test_it_is_called_as_it_will_be(field: str, hook: str, group_rm: bool, says:
     ask = Ask(paths={field: path}, sample=SAMPLE, data=data, group_rm=group_rm, reward_key="score", values=values)
     found = problem_of(field, path, ask)
     assert (says in found) if says else found == ""
+
+
+class LoopOfItsOwn:
+    def reset(self, task: dict[str, Any]) -> str:
+        return asyncio.run(asyncio.sleep(0, task["label"]))
+
+
+async def visits(task: Any, session: Any) -> list[Trajectory]:
+    return [Trajectory(task.prompt, [await session.generate(task.prompt)], reward=float(await session.world().reset() == "2"))]
+
+
+def test_an_environment_is_called_in_no_loop_also_by_a_program_that_is_tried() -> None:
+    paths = {"custom_generate_function_path": f"{__name__}.visits", "environment_path": f"{__name__}.LoopOfItsOwn"}
+    ask = Ask(paths=paths, sample=SAMPLE)
+    assert [problem_of(field, path, ask) for field, path in paths.items()] == ["", ""]
+
+
+BUSY = """
+import subprocess, sys, threading
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+threading.Thread(target=threading.Event().wait).start()
+open(PIDS, "w").write(str(left.pid))
+def reward(sample):
+    subprocess.run(["echo", "checked"])
+    return 1.0
+"""
+
+
+def test_what_a_hook_prints_starts_or_leaves_running_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "busy.py").write_text(f"PIDS = {str(tmp_path / 'pid')!r}\n{BUSY}")
+    ask = Ask(paths={"custom_rm_path": f"{tmp_path}/busy.py:reward"}, sample=SAMPLE)
+    hooks._try("miles_async.launcher.try_hooks", "custom_rm_path", msgspec.json.encode(ask))
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+SCRIPT = """
+from __future__ import annotations
+from dataclasses import dataclass
+from beside import right
+@dataclass
+class Said:
+    text: str
+def reward(sample):
+    return right(Said(sample["response"]).text)
+"""
+
+
+def test_a_function_in_a_file_may_have_dataclasses_and_import_from_the_folder_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside.py").write_text("def right(text): return float(text == '2')\n")
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "mine.py").write_text(SCRIPT)
+    assert load_hook("rewards/mine.py:reward")({"response": "2"}) == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -31,6 +32,11 @@ def dr_grpo(total_lengths, response_lengths, loss_masks, calculate_per_token_los
 def plus_one(args, samples):
     raw = [s.reward for s in samples]
     return raw, [r + 1.0 for r in raw]
+
+
+def plus_one_of_numpy(args, samples):
+    rewards = np.array([s.get_reward_value(args) for s in samples], dtype=np.float32)
+    return rewards, list(rewards + 1)
 
 
 def picky(args, batch, log_probs, reducer):

@@ -58,9 +58,9 @@ def loss_of(cfg: ObjectiveConfig) -> tuple[torch.Tensor, torch.Tensor, dict[str,
     return loss.detach(), new.grad, sums
 
 
-@pytest.mark.parametrize("field", GOOD)
-def test_a_sound_function_passes_and_settings_with_it_are_sound(field: str) -> None:
-    cfg = config(field, GOOD[field])
+@pytest.mark.parametrize(("field", "name"), [*GOOD.items(), (REWARDS, "plus_one_of_numpy")])
+def test_a_sound_function_passes_and_settings_with_it_are_sound(field: str, name: str) -> None:
+    cfg = config(field, name)
     probe(cfg)
     assert check(cfg) is cfg
 

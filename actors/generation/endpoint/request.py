@@ -75,6 +75,9 @@ def read(raw: bytes) -> ChatBody:
         raise BadRequest(f"{', '.join(refused)} not supported: tokens are drawn as the policy is trained.")
     if not 1 <= (body.n or 1) <= MOST_ANSWERS:
         raise BadRequest(f"n = {body.n} is not from 1 to {MOST_ANSWERS}.")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (getattr(body, name) or 0) < 0:
+            raise BadRequest(f"{name} = {getattr(body, name)} is below 0; leave it out for as many tokens as there are left.")
     for tool in body.offered:
         if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
             raise BadRequest("each of 'tools' must be {'type': 'function', 'function': {'name': ...}}")

@@ -22,7 +22,7 @@ from actors.generation.sample import Running, Turn
 from actors.generation.turns import Turns
 from actors.runtime.context import Context
 from actors.runtime.hooks import load_hook
-from actors.runtime.whole import said
+from actors.runtime.whole import in_thread, said
 from bus import Entry
 from bus.clock import SystemClock
 from bus.messages.environments import EnvironmentAnswer, EnvironmentCall
@@ -57,13 +57,15 @@ class _Here:
         self._environment: Any = None
 
     async def ask(self, call: EnvironmentCall) -> EnvironmentAnswer:
-        if not call.actions:
-            self._environment = self._kind()
-            value = self._environment.reset(msgspec.msgpack.decode(call.task))
-        else:
-            value = self._environment.step(msgspec.msgpack.decode(call.actions[-1]))
+        value = await in_thread(self._said, call)  # as at work: in no loop, since a plain method may run one of its own
         value = await value if inspect.isawaitable(value) else value
         return EnvironmentAnswer(asked="", sample_id="", answer=msgspec.msgpack.encode(value))
+
+    def _said(self, call: EnvironmentCall) -> Any:
+        if not call.actions:
+            self._environment = self._kind()
+            return self._environment.reset(msgspec.msgpack.decode(call.task))
+        return self._environment.step(msgspec.msgpack.decode(call.actions[-1]))
 
     async def over(self, sample_id: str) -> None: ...
 

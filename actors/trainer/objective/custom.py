@@ -76,7 +76,7 @@ def post_processed_rewards(
     result = _pair(_call(REWARDS, cfg, cfg, given), "(raw, processed)", 2, REWARDS, cfg)
     columns: list[list[float | None]] = []
     for what, column in zip(("raw", "processed"), result, strict=True):
-        values = column.tolist() if isinstance(column, Tensor) else column
+        values = _plain(column)
         if not isinstance(values, list | tuple) or len(values) != len(shown):
             raise _wrong(REWARDS, cfg, f"{what} rewards are not {len(shown)} numbers in a list")
         known = {i: _finite(v, what, cfg) for i, v in zip(shown, values, strict=True)}
@@ -85,10 +85,16 @@ def post_processed_rewards(
 
 
 def _finite(x: Any, what: str, cfg: ObjectiveConfig) -> float | None:
-    value = x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
+    value = _plain(x)
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if value is not None and not isinstance(value, int | float):
-        raise _wrong(REWARDS, cfg, f"a {what} reward is {type(value).__name__}, expected a number")
+        raise _wrong(REWARDS, cfg, f"a {what} reward is {type(x).__name__}, expected a number")
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _plain(x: Any) -> Any:
+    """A tensor, an array or a number of theirs as Python's own."""
+    return x.tolist() if hasattr(x, "tolist") else x
 
 
 def advantages(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:

@@ -56,6 +56,15 @@ class TrainSample:
         """Key of the trajectory: a `rollout` names it within its group only."""
         return self.sample_id if self.rollout is None else (self.group, self.rollout)
 
+    @property
+    def group_index(self) -> Hashable:
+        """The group, by Miles' name."""
+        return self.group
+
+    def get_reward_value(self, args: Any) -> float | None:
+        """The reward, as functions written for Miles ask for it: --reward-key has chosen it already."""
+        return self.reward
+
 
 class Flags:
     """Reasons -> sample ids, in order of discovery: the counted events of a batch."""
