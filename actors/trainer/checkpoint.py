@@ -26,6 +26,7 @@ from bus.errors import UNREADABLE, CheckpointOfAnother, CheckpointRefused
 from bus.ledger import Accounts
 from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.versions import PolicyVersion
+from bus.streams.redis import LIFE
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -128,12 +129,13 @@ def fsync(path: Path) -> None:
 
 def finish(save: Path, state: BusState, *, keep_last: int, retain: int = 0) -> None:
     """After the backend's files are complete in iter_dir: bus state, tracker, and old checkpoints away, but for those whose step is
-    a multiple of `retain` (0: none)."""
+    a multiple of `retain` (0: none). Later ones, of a run that went back, take no place of these: they stay until it has passed
+    them."""
     write_durably(bus_state_file(save, state.step), msgspec.msgpack.encode(state))
     write_durably(save / TRACKER, f"{state.step}\n".encode())
     if keep_last > 0:
-        for old in steps_in(save)[:-keep_last]:
-            if old != state.step and not (retain and old % retain == 0):
+        for old in [step for step in steps_in(save) if step <= state.step][:-keep_last]:
+            if not (retain and old % retain == 0):
                 shutil.rmtree(iter_dir(save, old), ignore_errors=True)
                 bus_state_file(save, old).unlink(missing_ok=True)
 
@@ -230,6 +232,12 @@ async def holds_nothing(bus: Bus) -> bool:
     return not (await bus.state("sampler") or await bus.state("trainer"))
 
 
+async def _other_life(bus: Bus, state: BusState) -> bool:
+    """Whether the bus was made anew since that checkpoint, and holds what came of that: other groups under the same ids."""
+    written = state.state.get(LIFE)  # none in what an earlier release wrote
+    return written is not None and written != await bus.state(LIFE) and not await holds_nothing(bus)
+
+
 async def go_back(bus: Bus, save: Path, state: BusState, *, saved: int) -> str:
     """Make the bus hold nothing when it has acknowledged more than the checkpoint contains, since its streams no longer have
     what must be trained again, or when it is older. Version ids stay used. Returns why, empty when there was no need.
@@ -238,6 +246,8 @@ async def go_back(bus: Bus, save: Path, state: BusState, *, saved: int) -> str:
     alive saves on meanwhile: asked afterwards, the bus of a healthy run would seem to be ahead of its checkpoints."""
     if saved > state.step:
         why = f"checkpoint {state.step} is older than what the bus has acknowledged: the bus goes back with it"
+    elif saved < state.step and await _other_life(bus, state):
+        why = f"checkpoint {state.step} is of steps that were left for an earlier checkpoint: the bus is made anew from it"
     elif not await holds_nothing(bus) and await is_older(bus, save, state):
         why = f"the bus came back older than the checkpoints before {state.step}: it is made anew from that"
     else:

@@ -262,11 +262,11 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
     notes: list[str] = []
     run_dir = Path(place.run_dir)
     saved = await acknowledged(bus)
-    notes += move_tracker(settings)
     state: BusState | None = None
     if (begins := resumes_from(settings)) is not None:
         state = read_bus_state(*begins, fingerprint=place.fingerprint)
     await claim_identity(bus, settings, place)
+    notes += move_tracker(settings)  # after all that may refuse this start: the next one would go back with it
     if state is not None and begins is not None and (why := await go_back(bus, begins[0], state, saved=saved)):
         notes.append(why)
         await claim_identity(bus, settings, place)

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.trainer.checkpoint import TRACKER, latest
 from actors.trainer.spec import TrainerSpec
 from bus import Bus, BusConfig, Commit
+from bus.errors import CheckpointRefused
 from bus.knobs.live import propose, read_history, values_at
 from bus.knobs.plans import cancel, plan
 from miles_async.launcher import prepare
@@ -104,6 +106,20 @@ async def test_a_launcher_leaves_the_bus_of_a_trainer_that_saves_on_meanwhile(
         assert (await bus.snapshot()).ledger == {"issued": 4}
         (tmp_path / "own" / TRACKER).write_text("4\n")
         assert any("checkpoint 4 is older" in note for note in await prepare_bus(bus, settings, place)), "nobody else wrote it"
+
+
+async def test_a_refused_start_leaves_the_tracker_where_it_was(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    """"Nothing was changed", it says. The next start without --ckpt-step went back all the same, and lost the steps since."""
+    own = {"run_dir": str(tmp_path), "model_dir": "m", "weights_dir": "w", "blob_dir": "b", "stop_token_ids": (), "num_rollout": 9}
+    place = Place(**own, fingerprint="other", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
+    save(tmp_path / "own", 2, 3, 4)
+    settings = make(tmp_path / "own", name=run_name, bus_url=redis_url, ckpt_step=2)
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        with pytest.raises(CheckpointRefused, match="other data or group settings"):
+            await prepare_bus(bus, settings, place)
+        assert latest(tmp_path / "own") == 4
+        await prepare_bus(bus, settings, msgspec.structs.replace(place, fingerprint="f"))
+        assert latest(tmp_path / "own") == 2
 
 
 async def test_a_knob_that_was_tuned_stays_until_the_operator_gives_its_setting_another_value(
