@@ -110,10 +110,14 @@ def write_durably(path: Path, data: bytes) -> None:
     """All of the file or none of it, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk, of which half a file would take the rest
+        temporary.unlink(missing_ok=True)
+        raise
     os.rename(temporary, path)
     fsync(path.parent)
 
@@ -174,7 +178,8 @@ def read_bus_state(save: Path, step: int, *, fingerprint: str) -> BusState:
     if fingerprint and state.fingerprint != fingerprint:
         raise CheckpointRefused(
             f"checkpoint {step} in {save} was written with other data or group settings (run {state.run!r}). Nothing was "
-            "changed. Load it with the same --prompt-data, --n-samples-per-prompt and --seed, or choose another --load."
+            "changed. Load it with the same --prompt-data, --n-samples-per-prompt, --rollout-seed and --rollout-shuffle, or choose "
+            "another --load."
         )
     return state
 
@@ -252,10 +257,15 @@ async def go_back(bus: Bus, save: Path, state: BusState, *, saved: int) -> str:
         why = f"the bus came back older than the checkpoints before {state.step}: it is made anew from that"
     else:
         return ""
+    await begin_anew(bus)
+    return why
+
+
+async def begin_anew(bus: Bus) -> None:
+    """Make the bus hold nothing. Version ids stay used."""
     version = await bus.state("version")
     await bus.forget_run()
     await bus.commit(Commit(state={"version": version}))
-    return why
 
 
 async def restore_bus(bus: Bus, state: BusState) -> None:

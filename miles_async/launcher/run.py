@@ -54,6 +54,7 @@ from miles_async.settings.runs import finished_run, write_run_file
 
 LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
 RESTORES = 5  # of a run whose bus came back without it, by one launcher
+AGAIN = "begins again, since it keeps no checkpoints (--no-save)"
 RESUME = "Checkpoints and streams are kept: the same command goes on."
 
 
@@ -258,7 +259,7 @@ class Launcher:
             return failure.status, False
         finished = await _finished(bus)
         if not finished:
-            print(f"run {name} stopped; the same command goes on from its last checkpoint")
+            print(f"run {name} stopped; the same command {AGAIN if settings.ckpt.no_save else 'goes on from its last checkpoint'}")
         return 0, finished
 
     def _signalled(self) -> None:
@@ -282,9 +283,7 @@ class Launcher:
         total, chosen = self._place.num_rollout, self._settings.launch.console
         mode = "plain" if chosen == "web" else chosen
         try:
-            await run_console(
-                self._bus, feed, mode=mode, total_steps=total, stop=self._view_over, folder=self._run_dir
-            )
+            await run_console(self._bus, feed, mode=mode, total_steps=total, stop=self._view_over, folder=self._run_dir)
         except* OSError:  # a terminal or a pipe that is gone
             self._hang_up()
         if self._hung_up:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from actors.runtime.host import processes_name
 from actors.trainer.checkpoint import TRACKER, latest
 from actors.trainer.spec import TrainerSpec
 from bus import Bus, BusConfig, Commit
 from bus.errors import CheckpointRefused
 from bus.knobs.live import propose, read_history, values_at
 from bus.knobs.plans import cancel, plan
+from bus.messages.control import Vitals
 from miles_async.launcher import prepare
 from miles_async.launcher.place import Place
 from miles_async.launcher.plan import backend_config, told
@@ -120,6 +123,31 @@ async def test_a_refused_start_leaves_the_tracker_where_it_was(redis_url: str, r
         assert latest(tmp_path / "own") == 4
         await prepare_bus(bus, settings, msgspec.structs.replace(place, fingerprint="f"))
         assert latest(tmp_path / "own") == 2
+
+
+async def test_a_run_without_checkpoints_begins_again_once_its_trainer_is_gone(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """The same command was refused for ever: "its weights are lost"."""
+    own = {"run_dir": str(tmp_path), "model_dir": "m", "weights_dir": "w", "blob_dir": "b", "stop_token_ids": (), "num_rollout": 9}
+    place = Place(**own, fingerprint="f", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
+    held = Commit(state={"saved": "3", "sampler": "0:4:4@0-0", "trainer": "3:4:StepDone", "version": "4"}, ledger={"trained": 4})
+    seen_here = {"pid": os.getpid(), "host": "h", "processes": processes_name()}
+    trainer = Vitals(actor="trainer", role="trainer", state="running", wall=0.0, **seen_here)  # type: ignore[arg-type]
+    elsewhere = msgspec.structs.replace(trainer, processes="another host's")
+    gone = msgspec.structs.replace(trainer, pid=2**22 + 1)
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        for last, again in ((trainer, False), (elsewhere, False), (gone, True), (None, True)):
+            for no_save in (False, True):
+                await bus.forget_run()
+                await bus.commit(held)
+                if last is not None:
+                    await bus.set_vitals("trainer", last)
+                notes = await prepare_bus(bus, make(tmp_path / "own", name=run_name, bus_url=redis_url, no_save=no_save), place)
+                assert any("begins again at step 0" in note for note in notes) == (again and no_save), (last, no_save)
+                seen = await bus.snapshot()
+                assert (not seen.ledger, "trainer" not in seen.state) == (again and no_save,) * 2
+                assert seen.state["version"] == "4", "an id is never used twice"
 
 
 async def test_a_knob_that_was_tuned_stays_until_the_operator_gives_its_setting_another_value(

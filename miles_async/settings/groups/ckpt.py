@@ -50,7 +50,16 @@ class CkptSettings(Group, frozen=True, kw_only=True):
             ge=1,
         ),
     ] = 10
-    keep_last: Annotated[int, doc("Newest checkpoints kept on disk; older ones are removed.", unit="count", ge=1, ours=True)] = 3
+    keep_last: Annotated[
+        int,
+        doc(
+            "Newest checkpoints kept on disk; older ones are removed. Of a run that went back, later ones stay until it has passed "
+            "them.",
+            unit="count",
+            ge=1,
+            ours=True,
+        ),
+    ] = 3
     save_retain_interval: Annotated[
         PositiveInt | None,
         doc("Checkpoints of steps that are multiples of it stay, beside the keep_last newest.", unit="rollouts"),
