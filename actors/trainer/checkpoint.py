@@ -281,7 +281,7 @@ async def restore_bus(bus: Bus, state: BusState) -> None:
         ledger["tokens/dropped/bus_lost"] = ledger.get("tokens/dropped/bus_lost", 0) + tokens_open
     groups = {group.group_id: msgspec.msgpack.encode(group) for group in whole_again(state.open_groups.values())}
     # Not the evaluator's: samples of an evaluation under way are gone, and the next interval measures again.
-    fields = {k: v for k, v in state.state.items() if k in ("sampler", "version", "folded")}
+    fields = {k: v for k, v in state.state.items() if k in ("sampler", "sampler.data", "version", "folded")}
     fields["version"] = str(max(int(fields.get("version") or 0), int(await bus.state("version") or 0)))
     fields |= {"saved": str(state.step)}
     await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))

@@ -213,11 +213,12 @@ async def test_what_a_lost_bus_held_is_issued_again_and_the_ledger_closes(bus: B
         "tokens/trained": 30,
         "tokens/dropped/stale": 8,
     }
-    kept = {"sampler": "0:4:4@0-0", "version": "5", "eval": "2:3:1", "folded": "0", "trainer": "here"}
+    sampler = {"sampler": "0:4:4@0-0", "sampler.data": "9:abc"}  # that the prompts are others is told after a loss too
+    kept = sampler | {"version": "5", "eval": "2:3:1", "folded": "0", "trainer": "here"}
     await bus.commit(Commit(state={"version": "9"}))
     await restore_bus(bus, state(3, ledger=ledger, state=kept, open_groups={"g2": msgspec.msgpack.encode(opened)}))
     seen = await bus.snapshot()
-    assert seen.state == {"sampler": "0:4:4@0-0", "version": "9", "folded": "0", "saved": "3", "reissue": "pending"}
+    assert seen.state == sampler | {"version": "9", "folded": "0", "saved": "3", "reissue": "pending"}
     assert seen.ledger["tokens/dropped/bus_lost"] == 12
     again = msgspec.msgpack.decode(seen.open_groups["g2"], type=OpenGroup)
     assert again == msgspec.structs.replace(opened, attempt=1)

@@ -249,6 +249,13 @@ def test_a_new_beginning_that_each_restart_would_repeat_is_refused(name: str, tm
     assert name == "finetune" or getattr(spec, name)
 
 
+def test_a_checkpoint_that_would_be_passed_over_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, no_save=True, load=str(tmp_path))
+    with pytest.raises(SettingsError, match=r"^load = .*no_save is on.* --hf-checkpoint") as caught:
+        make(tmp_path, no_save=True, load=str(tmp_path / "old"))
+    assert "\n" not in str(caught.value)
+
+
 def test_kept_checkpoints_fall_on_saved_ones(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"save_retain_interval = 25: no multiple of save_interval = 10\. Nearest: 20 or 30\."):
         make(tmp_path, save_retain_interval=25)

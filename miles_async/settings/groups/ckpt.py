@@ -38,9 +38,10 @@ class CkptSettings(Group, frozen=True, kw_only=True):
         str,
         doc("Parent directory of the checkpoints that this run writes.", derived="<runs_dir>/<name>/checkpoints"),
     ]
-    no_save: Annotated[bool, doc("Write no checkpoints: a run that is stopped starts again from the beginning.", ours=True)] = (
-        False
-    )
+    no_save: Annotated[
+        bool,
+        doc("Write no checkpoints, resume from none: a run that is stopped starts again from the beginning.", ours=True),
+    ] = False
     save_interval: Annotated[
         int,
         doc(
