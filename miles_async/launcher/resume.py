@@ -118,7 +118,7 @@ def changed_since_last_start(settings: RunSettings, run_dir: Path) -> dict[str, 
 
 def keep_settings(settings: RunSettings, run_dir: Path) -> None:
     """Write what this start says."""
-    (run_dir / SETTINGS_FILE).write_text(dump_toml(settings))
+    write_durably(run_dir / SETTINGS_FILE, dump_toml(settings).encode())  # of half a file nothing is known
 
 
 def same(a: Path | str, b: Path | str) -> bool:
