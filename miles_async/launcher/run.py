@@ -95,6 +95,7 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     place = place_of(settings)
     run_dir = Path(place.run_dir)
     if (ended := finished_run(run_dir)) is not None and ended.finished >= place.num_rollout:
+        free_weights(Path(place.weights_dir))  # the folder in memory was made anew only to be named
         check_same(settings, place, ended.fingerprint, place.run_dir)
         print(
             f"run {settings.launch.name} has finished: {ended.finished} of {place.num_rollout} steps are done, nothing was "
