@@ -73,7 +73,8 @@ def _check_there(settings: RunSettings, load: str) -> None:
     if not iter_dir(parent, step).is_dir():
         field, value = ("ckpt_step", step) if asked else ("load", load)
         says = "" if asked else f"{parent / TRACKER} says {step}, and "
-        raise refusal(field, value, f"{says}{parent} has no checkpoint of that step", there_are(parent, step if asked else None))
+        remedy = there_are(parent, step) if asked else others(parent, step)
+        raise refusal(field, value, f"{says}{parent} has no checkpoint of that step", remedy)
     if not bus_state_file(parent, step).is_file():
         text = f"checkpoint {step} has no state of a run beside it, so it cannot be resumed"
         raise refusal("load", load, text, f"Add --finetune to start from its weights. {others(parent, step)}")

@@ -194,7 +194,7 @@ def test_what_cannot_be_resumed_is_told_in_one_line(tmp_path: Path) -> None:
     assert "checkpoint 20 has no state of a run beside it" in said and "--finetune" in said and "Intact: 10" in said
     assert "cannot be looked into: file name too long" in refused(make(folder, load=str(tmp_path / ("x" * 300))))
     (folder / TRACKER).write_text("70\n")
-    assert f"{folder / TRACKER} says 70, and" in (said := refused(make(folder))) and "Newest: 10 or 20." in said
+    assert f"{folder / TRACKER} says 70, and" in (said := refused(make(folder))) and "Intact: 10; write" in said
     (folder / TRACKER).write_text("newest\n")
     assert "holds 'newest', not a step number" in refused(make(folder))
     (folder / TRACKER).write_text("release\n")
