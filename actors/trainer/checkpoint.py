@@ -26,6 +26,7 @@ from bus.errors import UNREADABLE, CheckpointOfAnother, CheckpointRefused
 from bus.ledger import Accounts
 from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.versions import PolicyVersion
+from bus.streams.redis import LIFE
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -109,10 +110,14 @@ def write_durably(path: Path, data: bytes) -> None:
     """All of the file or none of it, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk, of which half a file would take the rest
+        temporary.unlink(missing_ok=True)
+        raise
     os.rename(temporary, path)
     fsync(path.parent)
 
@@ -128,12 +133,13 @@ def fsync(path: Path) -> None:
 
 def finish(save: Path, state: BusState, *, keep_last: int, retain: int = 0) -> None:
     """After the backend's files are complete in iter_dir: bus state, tracker, and old checkpoints away, but for those whose step is
-    a multiple of `retain` (0: none)."""
+    a multiple of `retain` (0: none). Later ones, of a run that went back, take no place of these: they stay until it has passed
+    them."""
     write_durably(bus_state_file(save, state.step), msgspec.msgpack.encode(state))
     write_durably(save / TRACKER, f"{state.step}\n".encode())
     if keep_last > 0:
-        for old in steps_in(save)[:-keep_last]:
-            if old != state.step and not (retain and old % retain == 0):
+        for old in [step for step in steps_in(save) if step <= state.step][:-keep_last]:
+            if not (retain and old % retain == 0):
                 shutil.rmtree(iter_dir(save, old), ignore_errors=True)
                 bus_state_file(save, old).unlink(missing_ok=True)
 
@@ -172,7 +178,8 @@ def read_bus_state(save: Path, step: int, *, fingerprint: str) -> BusState:
     if fingerprint and state.fingerprint != fingerprint:
         raise CheckpointRefused(
             f"checkpoint {step} in {save} was written with other data or group settings (run {state.run!r}). Nothing was "
-            "changed. Load it with the same --prompt-data, --n-samples-per-prompt and --seed, or choose another --load."
+            "changed. Load it with the same --prompt-data, --n-samples-per-prompt, --rollout-seed and --rollout-shuffle, or choose "
+            "another --load."
         )
     return state
 
@@ -230,6 +237,12 @@ async def holds_nothing(bus: Bus) -> bool:
     return not (await bus.state("sampler") or await bus.state("trainer"))
 
 
+async def _other_life(bus: Bus, state: BusState) -> bool:
+    """Whether the bus was made anew since that checkpoint, and holds what came of that: other groups under the same ids."""
+    written = state.state.get(LIFE)  # none in what an earlier release wrote
+    return written is not None and written != await bus.state(LIFE) and not await holds_nothing(bus)
+
+
 async def go_back(bus: Bus, save: Path, state: BusState, *, saved: int) -> str:
     """Make the bus hold nothing when it has acknowledged more than the checkpoint contains, since its streams no longer have
     what must be trained again, or when it is older. Version ids stay used. Returns why, empty when there was no need.
@@ -238,14 +251,21 @@ async def go_back(bus: Bus, save: Path, state: BusState, *, saved: int) -> str:
     alive saves on meanwhile: asked afterwards, the bus of a healthy run would seem to be ahead of its checkpoints."""
     if saved > state.step:
         why = f"checkpoint {state.step} is older than what the bus has acknowledged: the bus goes back with it"
+    elif saved < state.step and await _other_life(bus, state):
+        why = f"checkpoint {state.step} is of steps that were left for an earlier checkpoint: the bus is made anew from it"
     elif not await holds_nothing(bus) and await is_older(bus, save, state):
         why = f"the bus came back older than the checkpoints before {state.step}: it is made anew from that"
     else:
         return ""
+    await begin_anew(bus)
+    return why
+
+
+async def begin_anew(bus: Bus) -> None:
+    """Make the bus hold nothing. Version ids stay used."""
     version = await bus.state("version")
     await bus.forget_run()
     await bus.commit(Commit(state={"version": version}))
-    return why
 
 
 async def restore_bus(bus: Bus, state: BusState) -> None:
@@ -261,7 +281,7 @@ async def restore_bus(bus: Bus, state: BusState) -> None:
         ledger["tokens/dropped/bus_lost"] = ledger.get("tokens/dropped/bus_lost", 0) + tokens_open
     groups = {group.group_id: msgspec.msgpack.encode(group) for group in whole_again(state.open_groups.values())}
     # Not the evaluator's: samples of an evaluation under way are gone, and the next interval measures again.
-    fields = {k: v for k, v in state.state.items() if k in ("sampler", "version", "folded")}
+    fields = {k: v for k, v in state.state.items() if k in ("sampler", "sampler.data", "version", "folded")}
     fields["version"] = str(max(int(fields.get("version") or 0), int(await bus.state("version") or 0)))
     fields |= {"saved": str(state.step)}
     await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))

@@ -242,6 +242,8 @@ class Intake:
                     break
                 # Entries that the server forgot: their groups come again, and are settled then.
                 part = [key for key in part if by_key[key][0].entry.id not in result.moved]
+        if not keys:  # recorded batches, or parts alone: the bus must know of this checkpoint all the same, or it seems older
+            await self._context.bus.commit(Commit(state={"saved": str(step)}))
         self.reader.forget([of[0].entry for of in by_key.values()])
         self._settle([t.consumed for of in by_key.values() for t in of])
         self._trained = {key: of for key, of in self._trained.items() if key not in by_key}

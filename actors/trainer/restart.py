@@ -99,10 +99,12 @@ async def begin(
     said = await voice.open()
     # Before the first checkpoint nothing was acknowledged: the steps are done again from the first weights.
     if state is None and booked_as_trained(await ledger.read_accounts(bus)):
+        where = f"run {bus.config.run} is at step {said.split(':')[0]} on the bus"
+        if not spec.save:
+            raise Refused(f"{where} and keeps no checkpoints (--no-save): its weights are lost. The same command begins again.")
         raise Refused(
-            f"run {bus.config.run} is at step {said.split(':')[0]} on the bus but no checkpoint is found in "
-            f"{spec.load or '(no --load)'}: its weights are lost. Point --load to its checkpoints or choose another "
-            "--name."
+            f"{where} but no checkpoint is found in {spec.load or '(no --load)'}: its weights are lost. Point --load to its "
+            "checkpoints or choose another --name."
         )
     if state is not None:
         if await is_older(bus, parent, state):

@@ -56,8 +56,8 @@ class FileBlobs:
         except OSError as error:
             _unlink(temporary)
             raise BusFull(
-                f"blob of {len(body)} bytes not written to {self._directory}: {error.strerror}. Free space there or set "
-                "--blob-dir; nothing was lost, the entry stays pending."
+                f"blob of {len(body)} bytes not written to {self._directory}: {error.strerror}. Free space "
+                "there; nothing was lost, the entry stays pending."
             ) from error
 
     def _take_spare(self, target: str, size: int) -> None:

@@ -34,6 +34,7 @@ from bus.server.binary import ServerBinary, find_server
 SOCKET_PATH_MAX_BYTES = 107  # sockaddr_un.sun_path, less its closing zero
 START_DEADLINE_S = 120.0  # in which a server answers, or reads more of its append-only file
 STOP_DEADLINE_S = 20.0
+DAMAGED = "Move the folder redis of the run away: the train command then goes on from its newest checkpoint."
 _ASK_DEADLINE_S = 2.0
 _LOADING_DEADLINE_S = 20.0  # a server that reads its file answers between two parts of it
 _PAUSE_S = 0.01
@@ -213,9 +214,10 @@ class EmbeddedRedis:
             code = self._child.poll()
             if code is not None:
                 self._forget()
+                said = self._last_log_line()
+                remedy = f" Its file is damaged. {DAMAGED}" if "Bad file format" in said else ""
                 raise BusRefused(
-                    f"{binary.path} exited with {code} in {self.directory}: {self._last_log_line()}. "
-                    f"Read {self.log_path}."
+                    f"{binary.path} exited with {code} in {self.directory}: {said}. Read {self.log_path}.{remedy}"
                 )
             if late():
                 self._child.kill()

@@ -27,6 +27,7 @@ from actors.runtime.run import Refused
 from actors.trainer.checkpoint import (
     BusState,
     acknowledged,
+    begin_anew,
     fingerprint_of,
     go_back,
     holds_nothing,
@@ -44,7 +45,14 @@ from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.place import Place
 from miles_async.launcher.plan import training_data
-from miles_async.launcher.resume import changed_since_last_start, keep_settings, move_tracker, resumes_from
+from miles_async.launcher.resume import (
+    SILENT_BEATS,
+    changed_since_last_start,
+    is_over,
+    keep_settings,
+    move_tracker,
+    resumes_from,
+)
 from miles_async.settings.catalog import kinds
 from miles_async.settings.checks import GENERATION, table_in
 from miles_async.settings.errors import SettingsError
@@ -53,7 +61,6 @@ from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import critic_dir, reference_dir, start_dir, teacher_dir
 
-SILENT_BEATS = 5  # of a launcher; then it is taken for dead
 FILES_BESIDE_REQUESTS = 192  # libraries, logs, connections to the bus, pipes; seen: 61 in a trainer
 
 
@@ -262,13 +269,17 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
     notes: list[str] = []
     run_dir = Path(place.run_dir)
     saved = await acknowledged(bus)
-    notes += move_tracker(settings)
     state: BusState | None = None
     if (begins := resumes_from(settings)) is not None:
         state = read_bus_state(*begins, fingerprint=place.fingerprint)
     await claim_identity(bus, settings, place)
+    notes += move_tracker(settings)  # after all that may refuse this start: the next one would go back with it
     if state is not None and begins is not None and (why := await go_back(bus, begins[0], state, saved=saved)):
         notes.append(why)
+        await claim_identity(bus, settings, place)
+    if settings.ckpt.no_save and await is_over(bus, settings.launch.heartbeat_s):
+        await begin_anew(bus)
+        notes.append("what the run had trained is gone, since it keeps no checkpoints (--no-save): it begins again at step 0")
         await claim_identity(bus, settings, place)
     await bus.make_readers()
     values, live = initial_values(settings), live_kinds()

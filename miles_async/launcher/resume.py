@@ -3,10 +3,22 @@ what its last start said, so that the next one knows what the operator has chang
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from actors.trainer.checkpoint import TRACKER, bus_state_file, iter_dir, latest, others, resume_point, write_durably
+from actors.runtime.host import lives
+from actors.trainer.checkpoint import (
+    TRACKER,
+    booked_as_trained,
+    bus_state_file,
+    iter_dir,
+    latest,
+    others,
+    resume_point,
+    write_durably,
+)
+from bus import Bus, ledger
 from bus.errors import CheckpointRefused
 from miles_async.settings.checkpoints import RELEASE, there_are
 from miles_async.settings.checks import check_run_dir
@@ -16,6 +28,7 @@ from miles_async.settings.live import initial_values
 from miles_async.settings.load import load
 from miles_async.settings.run import RunSettings
 
+SILENT_BEATS = 5  # of a launcher or trainer; then it is taken for dead
 
 def load_dir(settings: RunSettings) -> str:
     """Parent directory of the checkpoints to resume from, empty for none: with --finetune only the run's own."""
@@ -60,7 +73,8 @@ def _check_there(settings: RunSettings, load: str) -> None:
     if not iter_dir(parent, step).is_dir():
         field, value = ("ckpt_step", step) if asked else ("load", load)
         says = "" if asked else f"{parent / TRACKER} says {step}, and "
-        raise refusal(field, value, f"{says}{parent} has no checkpoint of that step", there_are(parent, step if asked else None))
+        remedy = there_are(parent, step) if asked else others(parent, step)
+        raise refusal(field, value, f"{says}{parent} has no checkpoint of that step", remedy)
     if not bus_state_file(parent, step).is_file():
         text = f"checkpoint {step} has no state of a run beside it, so it cannot be resumed"
         raise refusal("load", load, text, f"Add --finetune to start from its weights. {others(parent, step)}")
@@ -79,6 +93,18 @@ def move_tracker(settings: RunSettings) -> list[str]:
     return [f"goes on from checkpoint {step} instead of {newest} (--ckpt-step); leave it out to go on from the newest again"]
 
 
+async def is_over(bus: Bus, heartbeat_s: float) -> bool:
+    """Whether steps were trained here and their weights have gone with the trainer. One that an earlier launcher left alive has
+    them."""
+    if not booked_as_trained(await ledger.read_accounts(bus)):
+        return False
+    trainer = (await bus.vitals()).get("trainer")
+    if trainer is None or trainer.state == "stopped":
+        return True
+    seen = lives(trainer)
+    return not seen if seen is not None else (await bus.silences()).get("trainer", inf) >= SILENT_BEATS * heartbeat_s
+
+
 SETTINGS_FILE = "settings.toml"  # of the last start that made the bus ready
 
 
@@ -93,7 +119,7 @@ def changed_since_last_start(settings: RunSettings, run_dir: Path) -> dict[str, 
 
 def keep_settings(settings: RunSettings, run_dir: Path) -> None:
     """Write what this start says."""
-    (run_dir / SETTINGS_FILE).write_text(dump_toml(settings))
+    write_durably(run_dir / SETTINGS_FILE, dump_toml(settings).encode())  # of half a file nothing is known
 
 
 def same(a: Path | str, b: Path | str) -> bool:

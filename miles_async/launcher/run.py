@@ -32,9 +32,10 @@ from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
 from bus.errors import BusFull, BusUnreachable, BusWentBack
 from bus.messages.control import ActorState, Event, Vitals
+from bus.messages.policy import Finished
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
-from bus.topology import EVENTS, POLICY, ROLES
+from bus.topology import EVENTS, ROLES
 from miles_async.console.lines import banner, starting
 from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
@@ -54,6 +55,7 @@ from miles_async.settings.runs import finished_run, write_run_file
 
 LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
 RESTORES = 5  # of a run whose bus came back without it, by one launcher
+AGAIN = "begins again, since it keeps no checkpoints (--no-save)"
 RESUME = "Checkpoints and streams are kept: the same command goes on."
 
 
@@ -93,6 +95,7 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     place = place_of(settings)
     run_dir = Path(place.run_dir)
     if (ended := finished_run(run_dir)) is not None and ended.finished >= place.num_rollout:
+        free_weights(Path(place.weights_dir))  # the folder in memory was made anew only to be named
         check_same(settings, place, ended.fingerprint, place.run_dir)
         print(
             f"run {settings.launch.name} has finished: {ended.finished} of {place.num_rollout} steps are done, nothing was "
@@ -118,11 +121,10 @@ def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkSe
     return partial(RayPlacer, settings, place, threads)
 
 
-async def _finished(bus: Bus) -> bool:
-    """Whether the trainer has said so since its last step; answers to the publisher may come after it."""
-    ends = ("policy.finished", "policy.step", "policy.restored")
-    kinds = (entry.fields.get("type", "") for entry in await bus.last(POLICY, 64))
-    return next((kind for kind in kinds if kind in ends), "") == "policy.finished"
+async def finished_step(bus: Bus, num_rollout: int) -> int:
+    """The step after which the trainer said that all are done, where that is its last word and no more are wanted; else 0."""
+    step, _, rest = (await bus.state("trainer")).partition(":")
+    return int(step) if rest.endswith(f":{Finished.__name__}") and int(step) >= num_rollout else 0
 
 
 async def _train(
@@ -166,7 +168,7 @@ async def _train(
         if ours and embedded is not None:
             await asyncio.to_thread(embedded.stop)
     if finished and not status:
-        write_run_file(run_dir, run=settings.launch.name, bus_url=url, finished=place.num_rollout, fingerprint=place.fingerprint)
+        write_run_file(run_dir, run=settings.launch.name, bus_url=url, finished=finished, fingerprint=place.fingerprint)
     if settings.launch.report:
         from miles_async.console.report import write_report
 
@@ -201,8 +203,8 @@ class Launcher:
         self._hung_up = False
         self._view_over = asyncio.Event()
 
-    async def run(self) -> tuple[int, bool]:
-        """Exit status, and whether the last step is done. EXIT_BUS_BACK: the bus is to be prepared again, and this done
+    async def run(self) -> tuple[int, int]:
+        """Exit status, and the last step where all are done, else 0. EXIT_BUS_BACK: the bus is to be prepared again, and this done
         once more; at most `restores` times."""
         settings, bus = self._settings, self._bus
         feed = await asyncio.to_thread(Feed, bus, stream_records(self._run_dir))
@@ -249,16 +251,16 @@ class Launcher:
                 failure = RunFailed(f"{failure} With --no-save there is nothing to go on from.", status=EXIT_REFUSED)
             elif self._restores and not self._wished:
                 print(f"note: {failure} That is done now.", file=sys.stderr, flush=True)
-                return failure.status, False
+                return failure.status, 0
             else:
                 failure = RunFailed(str(failure), status=1)
         if failure:
             again = "" if failure.status == EXIT_REFUSED and failure is not self._lost else f" {RESUME}"
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
-            return failure.status, False
-        finished = await _finished(bus)
+            return failure.status, 0
+        finished = await finished_step(bus, self._place.num_rollout)
         if not finished:
-            print(f"run {name} stopped; the same command goes on from its last checkpoint")
+            print(f"run {name} stopped; the same command {AGAIN if settings.ckpt.no_save else 'goes on from its last checkpoint'}")
         return 0, finished
 
     def _signalled(self) -> None:
@@ -282,9 +284,7 @@ class Launcher:
         total, chosen = self._place.num_rollout, self._settings.launch.console
         mode = "plain" if chosen == "web" else chosen
         try:
-            await run_console(
-                self._bus, feed, mode=mode, total_steps=total, stop=self._view_over, folder=self._run_dir
-            )
+            await run_console(self._bus, feed, mode=mode, total_steps=total, stop=self._view_over, folder=self._run_dir)
         except* OSError:  # a terminal or a pipe that is gone
             self._hang_up()
         if self._hung_up:

@@ -25,7 +25,7 @@ def options_agree(s: Flat) -> None:
 
 def a_start_from_another_run_has_a_place_of_its_own(s: Flat) -> None:
     """Or each restart would drop again what the run has learned since."""
-    same = s.load is None or s.save is None or Path(s.load).absolute() == Path(s.save).absolute()
+    same = _one_place(s)
     for name in OF_A_FIRST_START:
         if getattr(s, name) and (same or s.no_save):
             why = "no_save is on" if s.no_save else f"load and save are one directory ({s.save})"
@@ -33,7 +33,22 @@ def a_start_from_another_run_has_a_place_of_its_own(s: Flat) -> None:
             raise refusal(name, True, text, "Give --load OLD and a --save of its own.")
 
 
-RULES: tuple[Callable[[Flat], None], ...] = (options_agree, a_start_from_another_run_has_a_place_of_its_own)
+def a_run_without_checkpoints_takes_none_up(s: Flat) -> None:
+    """It would be passed over in silence: after a crash the run could go back to that alone, and learn the same again."""
+    if s.no_save and not _one_place(s):
+        remedy = "Give its weights as --hf-checkpoint LOAD/iter_NUMBER, or leave out --no-save."
+        raise refusal("load", s.load, "no_save is on, and a run that writes no checkpoints resumes from none", remedy)
+
+
+def _one_place(s: Flat) -> bool:
+    return s.load is None or s.save is None or Path(s.load).absolute() == Path(s.save).absolute()
+
+
+RULES: tuple[Callable[[Flat], None], ...] = (
+    options_agree,
+    a_start_from_another_run_has_a_place_of_its_own,
+    a_run_without_checkpoints_takes_none_up,
+)
 
 
 def model_in(given: str, step: int | None, field: str, step_field: str) -> Path:

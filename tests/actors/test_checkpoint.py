@@ -27,6 +27,7 @@ from actors.trainer.checkpoint import (
     read_bus_state,
     refusal,
     restore_bus,
+    steps_in,
     write_durably,
 )
 from bus import Bus, BusConfig, Commit
@@ -34,6 +35,7 @@ from bus.errors import CheckpointOfAnother, CheckpointRefused
 from bus.ledger import check
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import PolicyVersion
+from bus.streams.redis import LIFE
 
 
 def state(step: int, **changes: Any) -> BusState:
@@ -102,6 +104,14 @@ def test_a_run_that_went_back_keeps_the_checkpoint_it_has_just_written(tmp_path:
     assert latest(tmp_path) == 2 and iter_dir(tmp_path, 2).exists()
 
 
+def test_those_that_a_run_which_went_back_has_left_take_no_place_of_its_own(tmp_path: Path) -> None:
+    save(tmp_path, 7, 8)
+    save(tmp_path, 2, 3, 4, keep_last=2)
+    assert steps_in(tmp_path) == [3, 4, 7, 8], "were the newest one damaged, there is one to go on from"
+    save(tmp_path, 9, keep_last=2)
+    assert steps_in(tmp_path) == [8, 9], "they go when it has passed them"
+
+
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
     assert read_bus_state(tmp_path, 1, fingerprint="f") == state(1)
@@ -168,6 +178,20 @@ async def test_a_bus_that_acknowledged_more_than_the_checkpoint_holds_begins_ane
     assert (seen.state, seen.ledger) == ({"version": "7"}, {}), "an id is never used twice"
 
 
+async def test_so_does_one_that_was_made_anew_from_an_earlier_checkpoint_than_the_one_that_is_chosen_now(
+    bus: Bus, tmp_path: Path
+) -> None:
+    """--ckpt-step 4, some steps, and --ckpt-step 8 again: group 30 of the bus is not the one that checkpoint 8 holds."""
+    before, now = {LIFE: "first"}, {LIFE: "second", "saved": "4", "sampler": "0:4:4@0-0"}
+    await bus.commit(Commit(state=now, ledger={"issued": 4}))
+    for healthy in (state(4, state=before), state(6, state=now), state(6)):  # loaded, written since, of an earlier release
+        assert not await goes_back(bus, tmp_path, healthy)
+    assert "steps that were left" in await goes_back(bus, tmp_path, state(8, state=before))
+    assert (await bus.snapshot()).ledger == {}
+    await bus.commit(Commit(state={LIFE: "third"}))
+    assert not await goes_back(bus, tmp_path, state(8, state=before)), "there is nothing of another course"
+
+
 async def test_so_does_one_that_came_back_from_files_older_than_what_the_kept_checkpoints_tell(bus: Bus, tmp_path: Path) -> None:
     save(tmp_path, 5, 6, 7)
     for saved, newest in (("5", state(8, after=7)), ("3", state(8, after=3)), ("", state(8))):
@@ -189,11 +213,12 @@ async def test_what_a_lost_bus_held_is_issued_again_and_the_ledger_closes(bus: B
         "tokens/trained": 30,
         "tokens/dropped/stale": 8,
     }
-    kept = {"sampler": "0:4:4@0-0", "version": "5", "eval": "2:3:1", "folded": "0", "trainer": "here"}
+    sampler = {"sampler": "0:4:4@0-0", "sampler.data": "9:abc"}  # that the prompts are others is told after a loss too
+    kept = sampler | {"version": "5", "eval": "2:3:1", "folded": "0", "trainer": "here"}
     await bus.commit(Commit(state={"version": "9"}))
     await restore_bus(bus, state(3, ledger=ledger, state=kept, open_groups={"g2": msgspec.msgpack.encode(opened)}))
     seen = await bus.snapshot()
-    assert seen.state == {"sampler": "0:4:4@0-0", "version": "9", "folded": "0", "saved": "3", "reissue": "pending"}
+    assert seen.state == sampler | {"version": "9", "folded": "0", "saved": "3", "reissue": "pending"}
     assert seen.ledger["tokens/dropped/bus_lost"] == 12
     again = msgspec.msgpack.decode(seen.open_groups["g2"], type=OpenGroup)
     assert again == msgspec.structs.replace(opened, attempt=1)

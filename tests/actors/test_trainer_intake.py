@@ -194,3 +194,10 @@ async def test_a_bus_that_went_back_may_cut_a_group_into_other_parts(
         await trainer.intake.acknowledge(2, None)
         assert (await read_accounts(bus)).trained == 3
         await closes(bus)
+
+
+async def test_a_checkpoint_that_settles_no_entry_is_known_to_the_bus_all_the_same(redis_url: str, run_name: str) -> None:
+    """Recorded batches are on no stream. A restart took the bus for older than the checkpoints, and made it anew."""
+    async with open_bus(redis_url, run_name, knobs=WHOLE) as bus, trainer_of(bus) as trainer:
+        await trainer.intake.acknowledge(4, None)
+        assert await bus.state("saved") == "4"

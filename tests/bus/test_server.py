@@ -239,6 +239,23 @@ def test_a_server_that_exits_is_reported_in_one_line_with_its_last_words(short_d
     assert not server.is_alive()
 
 
+def test_of_a_damaged_append_only_file_it_is_said_how_to_go_on(short_dir):
+    """Its own advice is to mend the file; a run has its checkpoints."""
+    server = EmbeddedRedis(short_dir)
+    server.start()
+    with redis.Redis(unix_socket_path=str(server.socket_path)) as client:
+        client.set("a", "b" * 1000)
+    server.stop()
+    [file] = (short_dir / "redis" / "appendonlydir").glob("*.incr.aof")
+    file.write_bytes(file.read_bytes().replace(b"\r\n$1000", b"\r\n!1000"))
+    with pytest.raises(BusRefused, match=r"Move the folder redis of the run away") as refusal:
+        server.start()
+    assert "\n" not in str(refusal.value)
+    (short_dir / "redis").rename(short_dir / "away")
+    server.start()
+    server.stop()
+
+
 def test_a_server_may_read_a_long_file_for_as_long_as_it_gets_on(short_dir):
     """Ten commands a second, three deadlines long; one that does nothing is given up."""
     first = EmbeddedRedis(short_dir)

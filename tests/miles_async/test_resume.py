@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from actors.runtime.host import processes_name
 from actors.trainer.checkpoint import TRACKER, latest
 from actors.trainer.spec import TrainerSpec
 from bus import Bus, BusConfig, Commit
+from bus.errors import CheckpointRefused
 from bus.knobs.live import propose, read_history, values_at
 from bus.knobs.plans import cancel, plan
+from bus.messages.control import Vitals
 from miles_async.launcher import prepare
 from miles_async.launcher.place import Place
 from miles_async.launcher.plan import backend_config, told
@@ -106,6 +111,45 @@ async def test_a_launcher_leaves_the_bus_of_a_trainer_that_saves_on_meanwhile(
         assert any("checkpoint 4 is older" in note for note in await prepare_bus(bus, settings, place)), "nobody else wrote it"
 
 
+async def test_a_refused_start_leaves_the_tracker_where_it_was(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    """"Nothing was changed", it says. The next start without --ckpt-step went back all the same, and lost the steps since."""
+    own = {"run_dir": str(tmp_path), "model_dir": "m", "weights_dir": "w", "blob_dir": "b", "stop_token_ids": (), "num_rollout": 9}
+    place = Place(**own, fingerprint="other", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
+    save(tmp_path / "own", 2, 3, 4)
+    settings = make(tmp_path / "own", name=run_name, bus_url=redis_url, ckpt_step=2)
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        with pytest.raises(CheckpointRefused, match="other data or group settings"):
+            await prepare_bus(bus, settings, place)
+        assert latest(tmp_path / "own") == 4
+        await prepare_bus(bus, settings, msgspec.structs.replace(place, fingerprint="f"))
+        assert latest(tmp_path / "own") == 2
+
+
+async def test_a_run_without_checkpoints_begins_again_once_its_trainer_is_gone(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """The same command was refused for ever: "its weights are lost"."""
+    own = {"run_dir": str(tmp_path), "model_dir": "m", "weights_dir": "w", "blob_dir": "b", "stop_token_ids": (), "num_rollout": 9}
+    place = Place(**own, fingerprint="f", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
+    held = Commit(state={"saved": "3", "sampler": "0:4:4@0-0", "trainer": "3:4:StepDone", "version": "4"}, ledger={"trained": 4})
+    seen_here = {"pid": os.getpid(), "host": "h", "processes": processes_name()}
+    trainer = Vitals(actor="trainer", role="trainer", state="running", wall=0.0, **seen_here)  # type: ignore[arg-type]
+    elsewhere = msgspec.structs.replace(trainer, processes="another host's")
+    gone = msgspec.structs.replace(trainer, pid=2**22 + 1)
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        for last, again in ((trainer, False), (elsewhere, False), (gone, True), (None, True)):
+            for no_save in (False, True):
+                await bus.forget_run()
+                await bus.commit(held)
+                if last is not None:
+                    await bus.set_vitals("trainer", last)
+                notes = await prepare_bus(bus, make(tmp_path / "own", name=run_name, bus_url=redis_url, no_save=no_save), place)
+                assert any("begins again at step 0" in note for note in notes) == (again and no_save), (last, no_save)
+                seen = await bus.snapshot()
+                assert (not seen.ledger, "trainer" not in seen.state) == (again and no_save,) * 2
+                assert seen.state["version"] == "4", "an id is never used twice"
+
+
 async def test_a_knob_that_was_tuned_stays_until_the_operator_gives_its_setting_another_value(
     redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
@@ -150,7 +194,7 @@ def test_what_cannot_be_resumed_is_told_in_one_line(tmp_path: Path) -> None:
     assert "checkpoint 20 has no state of a run beside it" in said and "--finetune" in said and "Intact: 10" in said
     assert "cannot be looked into: file name too long" in refused(make(folder, load=str(tmp_path / ("x" * 300))))
     (folder / TRACKER).write_text("70\n")
-    assert f"{folder / TRACKER} says 70, and" in (said := refused(make(folder))) and "Newest: 10 or 20." in said
+    assert f"{folder / TRACKER} says 70, and" in (said := refused(make(folder))) and "Intact: 10; write" in said
     (folder / TRACKER).write_text("newest\n")
     assert "holds 'newest', not a step number" in refused(make(folder))
     (folder / TRACKER).write_text("release\n")
@@ -203,6 +247,13 @@ def test_a_new_beginning_that_each_restart_would_repeat_is_refused(name: str, tm
     apart = make(tmp_path, load=str(tmp_path / "old"), **{name: True})
     spec = told(TrainerSpec, apart.flat, backend=backend_of(hf_checkpoint="m"), weights_dir="", num_rollout=3)
     assert name == "finetune" or getattr(spec, name)
+
+
+def test_a_checkpoint_that_would_be_passed_over_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, no_save=True, load=str(tmp_path))
+    with pytest.raises(SettingsError, match=r"^load = .*no_save is on.* --hf-checkpoint") as caught:
+        make(tmp_path, no_save=True, load=str(tmp_path / "old"))
+    assert "\n" not in str(caught.value)
 
 
 def test_kept_checkpoints_fall_on_saved_ones(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.launcher.prepare import free_weights, shared_memory
 from tests.crash.conftest import Launch
 from tests.crash.house import evaluating, merged
 from tests.crash.judge import judge
@@ -50,10 +51,12 @@ def test_a_run_from_prompt_to_gradient_and_back(run_of: Launch, toy: Path) -> No
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert "all steps equal bit for bit" in replayed.stdout
 
-    before = contents(run.dir)
+    before, in_memory = contents(run.dir), shared_memory(run.dir).parent
+    free_weights(in_memory / "weights")  # which was made to be named
     run.start()
     assert run.join() == 0
     assert "run r has finished: 4 of 4 steps are done" in run.output()
+    assert not in_memory.exists(), "nor leaves a folder in shared memory"
     assert contents(run.dir) == before, "a finished run that is started again says so and touches nothing"
     assert_ended_run_can_be_asked(run)
 

@@ -342,3 +342,13 @@ def test_what_a_rank_trained_is_written_as_its_loss_saw_it(make_backend: Backend
         same = torch.allclose(data["log_probs"][at], data["new_log_probs"][at], atol=1e-6)
         assert same == (data["optimizer_steps"][at] == 0), "the second step's policy has moved"
     assert set(data["optimizer_steps"]) == {0, 1} and any(float(a.abs().sum()) for a in data["advantages"])
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_step_whose_dump_cannot_be_written_is_done_all_the_same(
+    make_backend: Backend, make_batch: Batch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    backend = make_backend(save_debug_train_data=str(tmp_path / "file" / "{rollout_id}_{rank}.pt"))
+    assert sum(backend.train_step(make_batch(1)).trained_tokens) > 0
+    assert "0_0.pt not written: " in caplog.text

@@ -7,6 +7,7 @@ computes no loss (a pipeline's first stage) writes none.
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,16 @@ from actors.trainer.checkpoint import write_durably
 from actors.trainer.objective import LossInputs
 from actors.trainer.record import named
 
+log = logging.getLogger(__name__)
+
 Seen = Mapping[tuple[int, ...], LossInputs]
 """Sample positions of a micro-batch -> its inputs."""
 
 
 def dump(pattern: str, rank: int, batch: StepBatch, steps: Sequence[Seen]) -> None:
     """Store `{"rollout_id", "rank", "rollout_data"}`. rollout_data: name -> a list with one value for each sample that the rank
-    trained, in the order of training; of a name with an array, [response_length]. Raises OSError."""
+    trained, in the order of training; of a name with an array, [response_length]. What cannot be written is left out, with a line
+    in the log: the step is done, and other ranks go on."""
     data: dict[str, list[Any]] = {}
     for n, seen in enumerate(steps):
         for m, (ids, inputs) in enumerate(seen.items()):
@@ -41,7 +45,11 @@ def dump(pattern: str, rank: int, batch: StepBatch, steps: Sequence[Seen]) -> No
     if data:
         buffer = io.BytesIO()
         torch.save({"rollout_id": batch.step, "rank": rank, "rollout_data": data}, buffer)
-        write_durably(named(pattern, batch.step, rank), buffer.getvalue())
+        file = named(pattern, batch.step, rank)
+        try:
+            write_durably(file, buffer.getvalue())
+        except OSError as error:
+            log.warning("%s not written: %s. Training goes on without; free space there.", file, error.strerror or error)
 
 
 def _arrays(inputs: LossInputs) -> dict[str, Tensor]:

@@ -38,9 +38,10 @@ class CkptSettings(Group, frozen=True, kw_only=True):
         str,
         doc("Parent directory of the checkpoints that this run writes.", derived="<runs_dir>/<name>/checkpoints"),
     ]
-    no_save: Annotated[bool, doc("Write no checkpoints: a run that is stopped starts again from the beginning.", ours=True)] = (
-        False
-    )
+    no_save: Annotated[
+        bool,
+        doc("Write no checkpoints, resume from none: a run that is stopped starts again from the beginning.", ours=True),
+    ] = False
     save_interval: Annotated[
         int,
         doc(
@@ -50,7 +51,16 @@ class CkptSettings(Group, frozen=True, kw_only=True):
             ge=1,
         ),
     ] = 10
-    keep_last: Annotated[int, doc("Newest checkpoints kept on disk; older ones are removed.", unit="count", ge=1, ours=True)] = 3
+    keep_last: Annotated[
+        int,
+        doc(
+            "Newest checkpoints kept on disk; older ones are removed. Of a run that went back, later ones stay until it has passed "
+            "them.",
+            unit="count",
+            ge=1,
+            ours=True,
+        ),
+    ] = 3
     save_retain_interval: Annotated[
         PositiveInt | None,
         doc("Checkpoints of steps that are multiples of it stay, beside the keep_last newest.", unit="rollouts"),
