@@ -285,7 +285,8 @@ async def test_the_agent_of_the_documentation_runs_as_it_stands(chat: Chat, tmp_
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
     (tmp_path / "my_agent.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     agent = load_hook(f"{tmp_path}/my_agent.py:agent")
-    [found] = await play(chat, agent, lambda text: "it is 3" if "Look again" in text else "it is 2")
+    async with agent.__globals__["HTTP"]:  # else its connections are still open when the test is over
+        [found] = await play(chat, agent, lambda text: "it is 3" if "Look again" in text else "it is 2")
     assert found.reward == 1.0 and [s.kind for s in found.segments] == ["model", "env", "model"]
 
 
