@@ -133,7 +133,7 @@ async def test_reasoning_gym_scores_its_own_problems() -> None:
     async with Scorers(rm_type="") as scorers:
         for text in ("reasoning_gym:leg_counting?size=2&seed=1", "reasoning_gym:basic_arithmetic?size=2&seed=1"):
             [source] = sources_of(text)
-            for _, row in read(source):
+            for row in (placed.row for placed in read(source)):
                 scorer = scorers.named(row["metadata"]["rm_type"])
                 right = f"<think>{row['question']}</think> so <answer> {row['answer']} </answer>"
                 assert await scorer.score(sample(right, metadata=row["metadata"]), 60.0) == 1.0
