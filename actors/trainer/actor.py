@@ -40,9 +40,9 @@ from actors.trainer.restart import Voice, begin
 from actors.trainer.saver import SaveFailed, Saver
 from actors.trainer.selfcheck import tell
 from actors.trainer.spec import TrainerSpec
+from actors.trainer.step_files import StepFiles
 from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
-from actors.trainer.written import Told
 from bus import Out
 from bus.messages.control import STEP_BEGAN
 from bus.messages.policy import Finished, StepDone
@@ -82,7 +82,7 @@ class Trainer:
         self._turns = Turns(context, spec.turns, self._backend, self._in_thread)
         self._lender = Lender(context, spec.turns, self._turns, self._intake)
         self._tuned = TunedSteps(context, self._backend, self._in_thread)
-        self._told = Told(context)
+        self._step_files = StepFiles(context)
         self._unpublished = False  # since the engines on our GPUs had their turn last
         self._step_knobs: dict[str, Any] = {}
         self._step_epoch = 0  # of the knobs that the step under way took
@@ -257,10 +257,10 @@ class Trainer:
         )
         if spec.debug_determinism:
             line = step_line(done.step, groups, done.seed, metrics, done.weights_hash)
-            await self._told.write("hashes", done.step, context.spec.run_dir, write_line, Path(context.spec.run_dir), line)
+            await self._step_files.write("hashes", done.step, context.spec.run_dir, write_line, Path(context.spec.run_dir), line)
         if spec.record:
             record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs, images=batch.images)
-            await self._told.write("batch", done.step, path_of(spec.record, done.step), write_record, spec.record, record)
+            await self._step_files.write("batch", done.step, path_of(spec.record, done.step), write_record, spec.record, record)
         self._version = version
         fault_point(context.name, "before_done")
         await self._voice.say(version, done)

@@ -12,7 +12,7 @@ from typing import Any
 from actors.runtime.context import Context
 
 
-class Told:
+class StepFiles:
     """Writes them. The first of a kind that fails is an event, and so is the first after one that was written again."""
 
     def __init__(self, context: Context) -> None:

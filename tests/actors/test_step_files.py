@@ -1,4 +1,4 @@
-"""Files beside training: one that cannot be written is told of and ends nothing."""
+"""Files beside training: one that cannot be written is told and ends nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.trainer.checkpoint import write_durably
-from actors.trainer.written import Told
+from actors.trainer.step_files import StepFiles
 from bus.topology import EVENTS
 from tests.actors.house import messages, open_bus
 from tests.actors.test_trainer_parts import SPLIT, trainer_of
@@ -21,9 +21,9 @@ async def test_a_batch_that_cannot_be_recorded_is_told_of_once_until_one_is_agai
     good, bad = tmp_path / "good", tmp_path / "file" / "bad"
     async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
         context = trainer.context
-        told = Told(context)
+        files = StepFiles(context)
         for step, target in enumerate((bad, bad, good, bad), 1):
-            await told.write("batch", step, target, write_durably, target, b"data")
+            await files.write("batch", step, target, write_durably, target, b"data")
         said = [m.text for m in await messages(bus, EVENTS) if m.kind == "not written"]
     assert [text[:15] for text in said] == ["batch of step 1", "batch of step 4"] and str(bad) in said[0]
     assert context.counters["not_written/batch"] == 3 and good.read_bytes() == b"data"
