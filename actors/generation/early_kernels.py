@@ -1,8 +1,9 @@
 """FlashInfer's kernels of sampling, compiled beside an SGLang server's boot instead of after it.
 
-SGLang reads its model for about two minutes on a fresh host, and its first sampled token then waits for nvcc for as long again
-(H100, SGLang 0.5.12: 265 to 300 s together, 122 s beside each other). FlashInfer keeps what it compiled on the disk, locks it while
-it compiles, and takes it from there: so whoever comes first does it. As a program: compiles, and ends.
+SGLang takes two minutes to be up on a fresh host, and its first sampled token then waits for nvcc for as long again (H100, SGLang
+0.5.12: 265 to 300 s one after the other; 122 s, there and on an H200, with the compilation started by hand beside the boot).
+FlashInfer keeps what it compiled on the disk, locks it while it compiles, and takes it from there: so whoever comes first does it.
+As a program: compiles, and ends.
 
 Always true: the GPU is not touched, and nothing here decides whether a boot succeeds.
 """

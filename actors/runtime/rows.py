@@ -38,7 +38,6 @@ class Placed(NamedTuple):
     padded: bool = False
 
 
-
 class BadData(Refused):
     """A source that is none, or a row that cannot be read. One sentence each: what is wrong, what to do."""
 

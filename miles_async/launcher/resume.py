@@ -30,6 +30,7 @@ from miles_async.settings.run import RunSettings
 
 SILENT_BEATS = 5  # of a launcher or trainer; then it is taken for dead
 
+
 def load_dir(settings: RunSettings) -> str:
     """Parent directory of the checkpoints to resume from, empty for none: with --finetune only the run's own."""
     c = settings.ckpt
