@@ -284,7 +284,8 @@ async def _n_of(found: list[RunEnds]) -> int:
 
 
 async def _waits(context) -> bool:
-    return bool(context.vitals().waits_for)
+    """In its loop: what it waits for while the prompts are read comes before."""
+    return context.vitals().waits_for in (CREDITS, ENGINE_SLOTS)
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
