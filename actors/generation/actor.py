@@ -273,7 +273,7 @@ class Worker:
                 self._plan(entry, running)
                 live = Live(self._turns, self._leases.admit, entry, running, saves=saves, worlds=self._worlds)
                 self._running[task.sample_id] = live
-                found = await programs.play(live, entry)
+                found = await programs.play(live, self._consumer.attempt(entry))
                 if found != "diverged":
                     break
                 running = programs.restarted(running, "it asked for something else than before")

@@ -203,7 +203,7 @@ class RewardRoom:
             self._failing.failed(task.group_id, f"{type(error).__name__}: {error}")
             if self._failing.for_all:
                 raise NotItsFault(str(error)) from error
-            attempts = entry.deliveries if self._siblings is None else self._siblings.failed(task.group_id)
+            attempts = self._consumer.attempt(entry) if self._siblings is None else self._siblings.failed(task.group_id)
             if isinstance(error, Poison) or attempts <= self._spec.max_retries:
                 raise
             raise Poison(f"attempt {attempts} was the last: {error}") from error

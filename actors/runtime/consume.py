@@ -192,6 +192,10 @@ class Consumer:
             await self.reader.recount((e, self._delivered(e)) for e in begun)
         return begun
 
+    def attempt(self, entry: Entry) -> int:
+        """Which attempt of its handler this is, from 1. What ended the processes that had it before is no failure of its own."""
+        return self._retried.get(_key(entry), 0) + 1
+
     def _delivered(self, entry: Entry) -> int:
         """How often work on it began, by the server's count."""
         return entry.deliveries - self._retried.get(_key(entry), 0)
@@ -222,8 +226,9 @@ class Consumer:
             return None
 
     async def _message(self, entry: Entry) -> Any:
-        if entry.deliveries > self._context.bus.config.max_deliveries and not self._holds:
-            raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
+        begun = self._delivered(entry)
+        if begun > self._context.bus.config.max_deliveries and not self._holds:
+            raise Poison(f"delivered {begun} times without an acknowledgement")
         message = await self._context.bus.message(entry)
         if fault := fault_of(message, self._vocabulary):
             raise _Faulty(message, f"message on stream {entry.stream.name}: {fault}")
@@ -250,13 +255,14 @@ class Consumer:
     async def failed(self, entry: Entry, message: Any, error: Exception) -> None:
         """Retry with a pause, or dead-letter with whatever must follow."""
         context = self._context
-        decision = decide(error, deliveries=entry.deliveries, max_deliveries=context.bus.config.max_deliveries)
+        decision = decide(error, attempt=self.attempt(entry), most=context.bus.config.max_deliveries)
         if decision.action != "again":
             await self.bury(entry, message, error)
             return
         context.count("retries")
         await context.refusals.add(f"retry/{entry.stream.name}", f"{entry.id}: {error}", kind="tried again")
         await context.clock.sleep(decision.after_s)
+        self._on_trial.discard(_key(entry))  # beside one that is tried alone nothing is read: not even itself again
         if not decision.counted:
             self.reader.offer([entry])
             return

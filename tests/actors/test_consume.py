@@ -17,7 +17,9 @@ from actors.runtime import consume
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.refusals import Row, RunEnds
+from actors.runtime.retry import NotItsFault
 from bus import Bus, Commit, Out
+from bus.errors import Transient
 from bus.knobs.live import LiveKnobs
 from bus.messages.samples import Parked, RolloutLost
 from bus.topology import DEAD, EVENTS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED
@@ -95,6 +97,35 @@ async def test_a_peer_that_takes_over_from_the_dead_counts_on(redis_url: str, ru
         await last.reader.close()
         [letter] = await messages(bus, DEAD)
         assert "delivered 6 times" in letter.error and await bus.length(PROMPTS) == 0
+
+
+async def test_what_fails_by_itself_after_deaths_has_all_its_attempts(redis_url: str, run_name: str) -> None:
+    """The fourth death made it an entry that is tried alone: it has its further attempts there, and only failures count."""
+    async with open_bus(redis_url, run_name, lease_s=0.2) as bus:
+        await list_open(bus, "g1", n=1)
+        await put(bus, PROMPTS, task(1, 0, n=1))
+        for life in range(bus.config.max_deliveries - 1):
+            consumer = consumer_of(bus, f"w{life}")
+            await consumer.reader.open()
+            consumer.reader.offer(await consumer.reader.claim(0.0))
+            assert len(await consumer.take(1, 0.5)) == 1
+            await consumer.reader.close()
+        last, attempts = consumer_of(bus, "last"), []
+
+        async def handle(entry: Any, message: Any) -> Commit:
+            attempts.append(last.attempt(entry))
+            if len(attempts) < 4:
+                raise NotItsFault("all fails") if len(attempts) == 2 else Transient("away")
+            return Commit(ack=(entry,))
+
+        await last.reader.open()
+        last.reader.offer(await last.reader.claim(0.0))
+        for _ in range(4):
+            [entry] = await last.take(1, 0.5)
+            await last.one(entry, handle)
+        await last.reader.close()
+        assert attempts == [1, 2, 2, 3]
+        assert await bus.length(PROMPTS) == 0 and not await bus.length(DEAD)
 
 
 def test_a_row_ends_the_run_with_its_text_when_it_is_long_wide_and_old_enough() -> None:

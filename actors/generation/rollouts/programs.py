@@ -21,7 +21,6 @@ from actors.runtime.miles import Decode
 from actors.runtime.refusals import Row
 from actors.runtime.retry import NotItsFault
 from actors.runtime.whole import said
-from bus import Entry
 from bus.errors import Poison, Transient
 
 MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
@@ -66,8 +65,8 @@ class Programs:
             ends_after_s = max(LONGEST_BLOCK_S, self._context.bus.config.lease_s)
             await watch(self._context.log.error, ends_after_s=ends_after_s)
 
-    async def play(self, live: Live, entry: Entry) -> list[Trajectory] | Leaves:
-        """One run. Raises Transient while attempts are left for what the program raises, then Poison; LeftOut."""
+    async def play(self, live: Live, attempt: int) -> list[Trajectory] | Leaves:
+        """One run, the `attempt`-th. Raises Transient while attempts are left for what the program raises, then Poison; LeftOut."""
         try:
             found = await live.play(self._program, self._deadline_s)
         except (*STOPS, Poison, ProgramFailed, LeftOut):
@@ -80,8 +79,8 @@ class Programs:
             self._failing.failed(live.task.group_id, text)
             if self._failing.for_all:
                 raise NotItsFault(text) from error
-            if entry.deliveries >= MOST_TRIES:
-                raise Poison(f"attempt {entry.deliveries} was the last: {text}") from error
+            if attempt >= MOST_TRIES:
+                raise Poison(f"attempt {attempt} was the last: {text}") from error
             raise ProgramFailed(text) from error
         self._failing.worked()
         return found
