@@ -34,8 +34,9 @@ run.main(dict, None)
 @pytest.mark.parametrize("name", ["done", "killed"])
 async def test_what_an_agent_sent_into_a_session_of_its_own_ends_with_its_worker(name: str, tmp_path: Path) -> None:
     spec = tmp_path / "actor.json"
-    spec.write_bytes(msgspec.json.encode(actor_of(name=name, role="generation", bus=BusConfig(url="redis://none", run="r"), room={})))
-    stranger = subprocess.Popen(["sleep", "900"])
+    actor_spec = actor_of(name=name, role="generation", bus=BusConfig(url="redis://none", run="r"), room={})
+    spec.write_bytes(msgspec.json.encode(actor_spec))
+    stranger = await asyncio.create_subprocess_exec("sleep", "900")
     try:
         actor = await asyncio.create_subprocess_exec(sys.executable, "-c", ACTOR, str(spec), stdout=subprocess.PIPE)
         said, _ = await actor.communicate()
@@ -49,4 +50,4 @@ async def test_what_an_agent_sent_into_a_session_of_its_own_ends_with_its_worker
         assert is_alive(stranger.pid) and is_alive(os.getpid())
     finally:
         stranger.kill()
-        stranger.wait()
+        await stranger.wait()

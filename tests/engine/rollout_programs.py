@@ -115,6 +115,12 @@ async def cancels(task: Task, session: Session) -> list[Trajectory]:
     raise asyncio.CancelledError
 
 
+async def says(task: Task, session: Session) -> Any:
+    """A text, which is also the name of a reason for which samples leave."""
+    await session.generate(task.prompt)
+    return "lease"
+
+
 async def broken(task: Task, session: Session) -> list[Trajectory]:
     raise KeyError("no such tool")
 

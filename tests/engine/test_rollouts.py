@@ -292,6 +292,7 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
         ("leaves", f"{HERE}.leaves on g/0 raised HookRaised: SystemExit: 0 at rollout_programs.py:"),
         ("cancels", f"{HERE}.cancels on g/0 raised HookRaised: CancelledError at rollout_programs.py:"),
         ("flooded", "flooded on g/0 raised ValueError: dump gave 100,000,005 bytes"),
+        ("says", "the rollout program returned 'lease' for g/0, no list of trajectories"),
         ("twice", "is in two trajectories, or twice in one"),
         ("retokenised", "are not what the engine answered"),
         ("cooler", "asks for temperature 0.5, its task has 1.0"),
@@ -325,7 +326,10 @@ async def test_a_generate_function_written_for_miles_is_a_program(redis_url: str
     assert accounts.tokens_generated == rollout.n_made == 5
 
 
-async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str, run_name: str) -> None:
+@pytest.mark.parametrize(("program", "says"), [("broken", "KeyError"), ("invented", "that no call of this session made")])
+async def test_a_program_that_fails_for_every_sample_ends_the_run(
+    redis_url: str, run_name: str, program: str, says: str
+) -> None:
     ended: list[BaseException] = []
 
     async def body(context: Context, spec: GenerationSpec) -> None:
@@ -339,8 +343,8 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
     async def over() -> bool:
         return bool(ended)
 
-    async with house(redis_url, run_name, "broken") as (bus, spec):
+    async with house(redis_url, run_name, program) as (bus, spec):
         await put(bus, PROMPTS, *(with_stop(task(f"h{i}")) for i in range(30)))
         async with running(bus, "w0", body, spec):
             await until(over)
-        assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
+        assert isinstance(ended[0], RunEnds) and says in str(ended[0]) and await bus.length(DEAD) < 4

@@ -6,12 +6,13 @@ letter. One that fails for every sample costs none: they wait, and the run ends 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from actors.generation.rollouts import Program, Trajectory, single
 from actors.generation.rollouts.adapters import program_of
 from actors.generation.rollouts.live import Live
+from actors.generation.rollouts.outcome import Outcome
 from actors.generation.rollouts.watchdog import watch
 from actors.generation.sample import Running
 from actors.generation.turns import Leaves
@@ -65,11 +66,19 @@ class Programs:
             ends_after_s = max(LONGEST_BLOCK_S, self._context.bus.config.lease_s)
             await watch(self._context.log.error, ends_after_s=ends_after_s)
 
-    async def play(self, live: Live, attempt: int) -> list[Trajectory] | Leaves:
-        """One run, the `attempt`-th. Raises Transient while attempts are left for what the program raises, then Poison; LeftOut."""
+    async def play(self, live: Live, attempt: int, settle: Callable[[list[Trajectory]], Outcome]) -> Outcome | Leaves:
+        """One run, the `attempt`-th, and what `settle` makes of its trajectories. Raises Transient while attempts are left for what
+        the program raises, then Poison, at once for what it returns and cannot be; LeftOut."""
         try:
             found = await live.play(self._program, self._deadline_s)
-        except (*STOPS, Poison, ProgramFailed, LeftOut):
+            ended = found if isinstance(found, str) else settle(found)
+        except (*STOPS, ProgramFailed, LeftOut):
+            raise
+        except Poison as error:
+            if self._program is not single.rollout:
+                self._failing.failed(live.task.group_id, str(error))
+                if self._failing.for_all:
+                    raise NotItsFault(str(error)) from error
             raise
         except Exception as error:  # whatever a program of the user's raises
             if self._program is single.rollout:
@@ -83,7 +92,7 @@ class Programs:
                 raise Poison(f"attempt {attempt} was the last: {text}") from error
             raise ProgramFailed(text) from error
         self._failing.worked()
-        return found
+        return ended
 
     def restarted(self, running: Running, why: str) -> Running:
         """The same sample from its start; counted."""
