@@ -14,7 +14,7 @@ import pytest
 from actors.generation import turns
 from actors.generation.actor import Worker
 from actors.generation.engine import Engine
-from actors.generation.rollouts import Session, live
+from actors.generation.rollouts import Session, live, programs
 from actors.generation.spec import GenerationSpec
 from actors.runtime import consume
 from actors.runtime.context import Context
@@ -348,3 +348,23 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(
         async with running(bus, "w0", body, spec):
             await until(over)
         assert isinstance(ended[0], RunEnds) and says in str(ended[0]) and await bus.length(DEAD) < 4
+
+
+async def test_samples_that_alone_are_left_and_fail_are_given_up_and_the_run_goes_on(
+    redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five of a batch never work: when all others were done, their own attempts in a row ended the run."""
+    monkeypatch.setattr(programs, "SPARED_S", 0.3)
+    bad = [f"h{i}" for i in range(5)]
+
+    async def given_up() -> bool:
+        return await bus.length(DEAD) == len(bad)
+
+    async with open_bus(redis_url, run_name, groups=("g", *bad)) as bus:
+        await put(bus, PROMPTS, *(with_stop(task(name)) for name in ("g", *bad)))
+        spec = GenerationSpec(engine="external", engine_url="scripted", program=f"{HERE}.picky")
+        async with running(bus, "w0", body_on(Talker()), spec):
+            await until(given_up)
+        assert all("attempt 4 was the last" in letter.error for letter in await messages(bus, DEAD))
+        found = await messages(bus, ROLLOUTS)
+    assert sorted(m.group_id for m in found if isinstance(m, RolloutLost)) == bad and len(found) == 6

@@ -24,7 +24,8 @@ from actors.runtime.retry import NotItsFault
 from actors.runtime.whole import said
 from bus.errors import Poison, Transient
 
-MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
+MOST_FAILED, GROUPS_FAILED = 16, 4  # samples in a row, and groups among them; then it is not the samples
+SPARED_S = 60.0  # those that fail in a row and are fewer: at the end of a batch only they are left
 MOST_TRIES = 4  # of one sample
 LONGEST_BLOCK_S = 30.0  # of the event loop
 
@@ -58,7 +59,7 @@ class Programs:
         self._deadline_s = deadline_s if (path or program) and not getattr(program, "has_deadline", False) else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
-        self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED)
+        self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED, spares_s=SPARED_S)
 
     async def watch(self) -> None:
         """Watches, until cancelled, that a program of the user's does not hold up the worker."""
@@ -76,23 +77,26 @@ class Programs:
             raise
         except Poison as error:
             if self._program is not single.rollout:
-                self._failing.failed(live.task.group_id, str(error))
-                if self._failing.for_all:
-                    raise NotItsFault(str(error)) from error
+                self._failed(live, str(error), error)
             raise
         except Exception as error:  # whatever a program of the user's raises
             if self._program is single.rollout:
                 raise
             text = f"{self._name} on {live.task.sample_id} {said(error, self._deadline_s)}"
             self._context.count("programs_failed")
-            self._failing.failed(live.task.group_id, text)
-            if self._failing.for_all:
-                raise NotItsFault(text) from error
+            self._failed(live, text, error)
             if attempt >= MOST_TRIES:
                 raise Poison(f"attempt {attempt} was the last: {text}") from error
             raise ProgramFailed(text) from error
         self._failing.worked()
         return ended
+
+    def _failed(self, live: Live, text: str, error: Exception) -> None:
+        """Raises RunEnds when it fails for all, before that NotItsFault. Where fewer samples run at once, fewer are all."""
+        self._failing.most = min(MOST_FAILED, max(1, int(self._context.knobs.sglang_server_concurrency)))
+        self._failing.failed(live.task.group_id, text, live.task.sample_id)
+        if self._failing.for_all:
+            raise NotItsFault(text) from error
 
     def restarted(self, running: Running, why: str) -> Running:
         """The same sample from its start; counted."""
