@@ -76,6 +76,7 @@ class Consumer:
         self._restarts_seen = context.bus.link.server_restarts
         self._retried: dict[tuple[str, str], int] = {}  # attempts here that the server does not know
         self._suspects: list[Entry] = []  # wait for their trial
+        self._spared: list[Entry] = []  # failed as all do now: others have their turn first, whether it works for them
         self._on_trial: set[tuple[str, str]] = set()
         self._ended = asyncio.Event()  # one of those that were given out
 
@@ -154,7 +155,10 @@ class Consumer:
         ready = await self._trial(count)
         if len(ready) >= count or self._alone():
             return ready
-        entries = await self.reader.read(count - len(ready), 0.0 if ready else block_s, wanted)
+        entries = await self.reader.read(count - len(ready), 0.0 if ready or self._spared else block_s, wanted)
+        if not entries and self._spared:
+            entries, self._spared = self._spared[: count - len(ready)], self._spared[count - len(ready) :]
+            entries = [entry for entry in entries if _key(entry) in self.reader.held]
         if self._holds:
             return entries
         suspects = [e for e in entries if self._delivered(e) > TRUSTED and _key(e) not in self._on_trial]
@@ -264,7 +268,7 @@ class Consumer:
         await context.clock.sleep(decision.after_s)
         self._on_trial.discard(_key(entry))  # beside one that is tried alone nothing is read: not even itself again
         if not decision.counted:
-            self.reader.offer([entry])
+            self._spared.append(entry)
             return
         self._retried[_key(entry)] = self._retried.get(_key(entry), 0) + 1
         self.reader.retry_later(entry)

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from bus.errors import MilesAsyncError
 
 MOST_KINDS = 64  # told apart; a flood of ever new texts is one kind more
+REMEMBERED = 10_000  # samples that failed before something worked
 Tell = Callable[..., Awaitable[None]]
 
 
@@ -55,22 +56,26 @@ class Row:
         self._now = now
         self._what = what
         self._remedy = remedy
-        self.most = most
+        self._most = most
         self._of = of
         self._patience_s, self._spares_s = patience_s, spares_s
         self._began = 0.0
         self.n = 0
         self.groups: set[str] = set()
         self._samples: set[str] = set()
+        self._before: set[str] = set()  # of rows that are over
 
     def failed(self, group: str, text: str, sample: str = "") -> None:
-        """Once more, for a sample of this group; one that is named counts once. Raises RunEnds with the text when it is enough."""
+        """Once more, for a sample of this group. One that is named counts once, and not when it failed before it worked for others:
+        at the end of a batch those that never work are left. Raises RunEnds with the text when it is enough."""
+        if sample in self._before:
+            return
         now = self._now()
         self._began = now if not self.n else self._began
         self.n += not sample or sample not in self._samples
-        self._samples.add(sample)
+        self._samples |= {sample} - {""}
         self.groups.add(group)
-        if self.n >= self.most and len(self.groups) >= self._of and now - self._began >= self._patience_s:
+        if self.n >= self._most and len(self.groups) >= self._of and now - self._began >= self._patience_s:
             raise RunEnds(
                 f"{self._what} failed {self.n} times in a row, for {len(self.groups)} groups, last {' '.join(text.split())[:400]}. "
                 f"{self._remedy} What is not done stays pending; the same command resumes."
@@ -81,6 +86,9 @@ class Row:
         if self.n:
             self.n = 0
             self.groups.clear()
+            if len(self._before) > REMEMBERED:
+                self._before.clear()
+            self._before |= self._samples
             self._samples.clear()
 
     @property

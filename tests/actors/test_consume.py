@@ -176,6 +176,39 @@ async def test_a_reward_function_that_always_raises_burns_no_prompt_and_ends_the
         assert len(told) == 1
 
 
+async def test_samples_that_alone_are_left_and_cannot_be_scored_are_given_up_and_the_run_goes_on(
+    redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    """Five of a batch: when all others were scored, the attempts at them in a row ended the run."""
+    (tmp_path / "hook.py").write_text("def hook(sample):\n    return 1 / (int(sample['sample_id'][1]) > 4)\n")
+    spec = room_of(RewardSpec,
+        tokenizer_dir=tokenizer_dir, custom_rm_path=f"{tmp_path}/hook.py:hook", n_workers=2, max_retries=1, patience_s=0.5
+    )
+    async with open_bus(redis_url, run_name, groups=[f"g{i}" for i in range(9)]) as bus:
+
+        async def all_done() -> bool:
+            return await bus.length(SCORED) == 9
+
+        async with running(bus, "reward", reward, spec):
+            await put(bus, ROLLOUTS, *(rollout(i, 0) for i in range(9)))
+            await until(all_done)
+        assert sum(isinstance(m, RolloutLost) for m in await messages(bus, SCORED)) == 5 == await bus.length(DEAD)
+
+
+def test_a_sample_that_fails_again_is_no_further_one_and_none_is_spared_for_ever() -> None:
+    now = [0.0]
+    row = Row(lambda: now[0], "scoring", "Mend it.", most=4, of=2, spares_s=10.0)
+    for again in range(20):
+        row.failed(f"g{again % 3}", "KeyError", f"g{again % 3}/0")
+    assert row.n == 3 and row.for_all
+    now[0] = 10.0
+    assert not row.for_all
+    row.worked()
+    for again in range(20):
+        row.failed(f"g{again % 4}", "KeyError", f"g{again % 4}/0")
+    assert row.n == 1 and row.groups == {"g3"}, "of the others it was known"
+
+
 async def _there(found: list[Any]) -> bool:
     return bool(found)
 

@@ -92,8 +92,7 @@ class Programs:
         return ended
 
     def _failed(self, live: Live, text: str, error: Exception) -> None:
-        """Raises RunEnds when it fails for all, before that NotItsFault. Where fewer samples run at once, fewer are all."""
-        self._failing.most = min(MOST_FAILED, max(1, int(self._context.knobs.sglang_server_concurrency)))
+        """Raises RunEnds when it fails for all, before that NotItsFault."""
         self._failing.failed(live.task.group_id, text, live.task.sample_id)
         if self._failing.for_all:
             raise NotItsFault(text) from error
