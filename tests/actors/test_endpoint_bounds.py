@@ -6,18 +6,19 @@ import asyncio
 import threading
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
 from actors.generation.endpoint.request import ChatBody
-from actors.generation.endpoint.server import INLINE_BYTES
+from actors.generation.endpoint.server import INLINE_BYTES, Endpoint
 from actors.generation.endpoint.stream import Stream
 from actors.generation.rollouts.session import Task
 from actors.runtime.chat import Chat
 from bus.errors import Poison
-from tests.actors.agent_house import make_chat
+from tests.actors.agent_house import ScriptedSession, make_chat, task
 from tests.actors.test_endpoint import play, serving, user
 
 
@@ -85,3 +86,20 @@ async def test_a_stream_that_nobody_reads_ends_with_its_episode(monkeypatch: pyt
     answering.cancel()
     await asyncio.wait([answering], timeout=10.0)
     assert answering.cancelled()
+
+
+async def test_a_call_that_is_never_sent_to_its_end_does_not_hold_up_the_end_of_a_worker(chat: Chat) -> None:
+    """It was waited for 60 s, twice as long as a drain may take."""
+    session = ScriptedSession(chat, task(), lambda _: "a")
+    endpoint = Endpoint(chat, "hermes", lambda name, by=1: None)
+    async with endpoint:
+        async with endpoint.episode(session.task, session) as (_, key):
+            address = urlsplit(endpoint.url)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nExpect: 100-continue\r\n"
+            writer.write(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+            assert b"100" in await reader.readline(), "it waits for the rest"
+        leaving = asyncio.create_task(endpoint.__aexit__())
+        await asyncio.wait([leaving], timeout=10.0)
+        assert leaving.done()
+    writer.close()

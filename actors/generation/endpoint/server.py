@@ -25,11 +25,13 @@ from actors.generation.endpoint.toolloop import within
 from actors.generation.rollouts.session import Segment, Session, Task
 from actors.generation.rollouts.stops import Growing
 from actors.runtime.chat import BadChat, Chat
+from actors.runtime.whole import in_thread
 from bus.errors import Poison
 from bus.messages.samples import Sampling
 
 MAX_BODY_BYTES = 64 << 20
 INLINE_BYTES = 200_000  # a larger body is tokenised in a thread: 10 MB of text take 30 s, and a worker that stands still ends
+END_S = 1.0  # episodes are over by then; a call whose body never comes would be waited for longer than a drain may take
 Count = Callable[..., object]
 
 
@@ -61,7 +63,7 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=END_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
@@ -132,7 +134,7 @@ class Endpoint:
     async def _answered(self, http: web.Request, episode: Episode, raw: bytes) -> web.StreamResponse:
         task = episode.task
         aside = len(raw) > INLINE_BYTES
-        body, place = await asyncio.to_thread(_placed, episode, raw) if aside else _placed(episode, raw)
+        body, place = await in_thread(_placed, episode, raw) if aside else _placed(episode, raw)
         if episode.session.left <= 0:
             return _spent(episode, f"the episode has used up its {task.sampling.max_new_tokens} tokens")
         if 0 < self._context <= len(place.tokens):
