@@ -119,7 +119,7 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if core.config.save_debug_train_data:
         done = dump(core.config.save_debug_train_data, core.ranks.rank, batch, tally.seen)
-        tally.undumped = int(core.total(torch.tensor([not done], dtype=torch.int64)))
+        tally.undumped = int(core.ranks.total(torch.tensor([not done], dtype=torch.int64)))  # of all stages too
     if (
         tally.updates
         and core.config.ref_update_interval
