@@ -20,8 +20,8 @@ MARK = "MILES_ASYNC_STARTED_BY"
 
 
 def new_mark() -> str:
-    """For one process: who owns it (process id and start), and which one it is (names only, decides nothing)."""
-    return f"{_owner()}:{uuid4().hex}"
+    """For one process: who owns it (where its id counts, the id, its start), and which one it is (names only, decides nothing)."""
+    return f"{_here()}:{_owner()}:{uuid4().hex}"
 
 
 @asynccontextmanager
@@ -60,10 +60,18 @@ def end_orphans() -> int:
     alive: dict[str, bool] = {}
 
     def is_orphan(found: str) -> bool:
-        owner = found.rpartition(":")[0]
-        return not alive.setdefault(owner, owner == _owner(owner.partition(":")[0]))
+        where, _, owner = found.rpartition(":")[0].partition(":")
+        return where == _here() and not alive.setdefault(owner, owner == _owner(owner.partition(":")[0]))
 
     return _end(is_orphan)
+
+
+def _here() -> str:
+    """Where process ids mean what they mean here: a container counts its own, and its living actors look gone from outside."""
+    try:
+        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    except OSError:
+        return ""
 
 
 def _owner(pid: str = "") -> str:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from actors.runtime.child import ended, is_alive
-from actors.runtime.leftovers import end_orphans
+from actors.runtime.leftovers import MARK, end_marked, end_orphans, new_mark
 from actors.runtime.run import EXIT_DONE
 from bus import BusConfig
 from tests.declared import actor_of
@@ -51,3 +51,20 @@ async def test_what_an_agent_sent_into_a_session_of_its_own_ends_with_its_worker
     finally:
         stranger.kill()
         await stranger.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="found by their environment, which is read on Linux")
+async def test_what_a_container_runs_is_no_orphan_from_outside_whose_process_ids_are_others() -> None:
+    namespace, _, rest = new_mark().partition(":")
+    gone = rest.replace(str(os.getpid()), "4194305", 1)  # an id that nobody has here
+    mark = f"{int(namespace) + 1}:{gone}"
+    inside = await asyncio.create_subprocess_exec("sleep", "900", env=os.environ | {MARK: mark})
+    orphan = await asyncio.create_subprocess_exec("sleep", "900", env=os.environ | {MARK: f"{namespace}:{gone}"})
+    try:
+        end_orphans()
+        assert await orphan.wait() == -9
+        assert inside.returncode is None and is_alive(inside.pid)
+        assert end_marked(mark) == 1, "who started it ends it by its whole mark"
+    finally:
+        inside.kill()
+        await inside.wait()
