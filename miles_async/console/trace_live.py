@@ -180,7 +180,8 @@ async def _told(bus: Bus, entries: list[Entry], sample_id: str, group: str) -> t
                     notes.append(Moment(wall_of(entry.id), "kept", f"group kept by the filter, {message.tokens} tokens"))
             case _:
                 records += records_of(entry, message)
-    return records, notes
+    as_written: list[Record] = msgspec.json.decode(msgspec.json.encode(records))  # no structs: as read from the files
+    return as_written, notes
 
 
 def _state(place: Place | None, opened: OpenGroup | None, moments: list[Moment], now: float) -> str:

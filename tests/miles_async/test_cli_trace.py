@@ -128,6 +128,20 @@ def test_the_whole_life_of_a_trained_sample_is_told_by_the_bus_and_later_by_the_
     assert "trained in step 1, policy version 2, knob epoch 0; how it was made is not on record" in run.ask("trace", "g1/0")[1]
 
 
+def test_from_another_host_the_whole_life_is_told_by_the_bus_and_by_no_folder_of_a_run_of_that_name(whole, tmp_path, monkeypatch):
+    spans = (VersionSpan(1, 0, 3),)
+    life = SampleTrained("g1/0", (Mark("issued", "", 0, 10.0),), spans, "stop", 1, 3.0, 1.0, "math", 0.5, 15.0, 3, 0.25)
+    whole.tell(lambda story: story.say(TRAINED, SamplesTrained(step=1, samples=(life,))))
+    here = tmp_path / "runs" / whole.name  # of this host
+    here.mkdir(parents=True)
+    other = {"kind": "step", "wall": 5.0, "entry": "policy@5-0", "step": 77, "version": 4, "knob_epoch": 0, "groups": ["g1"]}
+    (here / FILE).write_text(json.dumps(other) + "\n")
+    monkeypatch.chdir(tmp_path)
+    out = whole.ask("trace", "g1/0", "--run", whole.name, "--bus-url", whole.url)[1]
+    assert "made: 3 tokens by version 1" in out and "in the batch of step 1" in out, out
+    assert "cannot be read" not in out and "not on record" not in out and "step 77" not in out, out
+
+
 def test_the_whole_life_of_a_dropped_sample_is_told_too(run, tmp_path):
     """From the filter's verdict; later from the files alone, where what follows does not hide it."""
     marks = (Mark("issued", "", 0, 10.0), Mark("begun", "generation-0", 0, 11.0), Mark("ended", "generation-0", 4, 14.0))
