@@ -275,6 +275,8 @@ def ended_state(moments: list[Moment], *, is_open: bool = False) -> str:
             return kinds[what].text + ("; how it was made is not on record, which holds the newest samples" if gone else "")
     if is_open:
         return "its group is open but the sample is in no stream: see miles-async ledger --check"
+    if "batch" in kinds:
+        return f"{kinds['batch'].text}; what became of that step is not on record any more"
     if "kept" in kinds:
         return "its group was kept by the filter; what came after is not on record any more"
     return "not on record"

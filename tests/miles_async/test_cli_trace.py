@@ -140,6 +140,9 @@ def test_from_another_host_the_whole_life_is_told_by_the_bus_and_by_no_folder_of
     out = whole.ask("trace", "g1/0", "--run", whole.name, "--bus-url", whole.url)[1]
     assert "made: 3 tokens by version 1" in out and "in the batch of step 1" in out, out
     assert "cannot be read" not in out and "not on record" not in out and "step 77" not in out, out
+    whole.tell(lambda story: story.bus.trim_log(POLICY, "9999999999999-0"))  # long ago: steps leave that log first
+    out = whole.ask("trace", "g1/0", "--run", whole.name, "--bus-url", whole.url)[1]
+    assert out.startswith("g1/0: in the batch of step 1: 3 tokens with gradient"), out
 
 
 def test_the_whole_life_of_a_dropped_sample_is_told_too(run, tmp_path):
