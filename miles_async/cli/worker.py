@@ -97,7 +97,7 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
     """What the run tells its workers, changed by the flags; and whether that holds. From then on the name is ours."""
     from msgspec import structs
 
-    from actors.runtime.context import ActorSpec
+    from actors.runtime.context import STOP_WISH, ActorSpec
     from actors.runtime.host import processes_name
     from bus import Bus, BusConfig
     from bus.errors import BusRefused, BusUnreachable
@@ -111,6 +111,7 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
     run_name = await run_named(ref)
     async with Bus(BusConfig(url=ref.bus_url, run=run_name, deadline_s=5.0)) as bus:
         known, launcher = await read_identity(bus), (await bus.vitals()).get("launcher")
+        stopped = await bus.state(STOP_WISH)
     if known is None:
         raise BusUnreachable(
             f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`."
@@ -120,6 +121,8 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
             f"run {run_name!r} is of release {known.release}, this worker of {__version__}: they may mean different things by the "
             f"same message. Install miles_async {known.release} here."
         )
+    if stopped:
+        raise BusRefused(f"run {run_name!r} has finished or was stopped. Start it with `miles-async train`, then its workers.")
     here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
     name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
     if not _NAME.fullmatch(name) or name.startswith(("generation-", "lent-")) or name in (*ROLES, *OTHERS):

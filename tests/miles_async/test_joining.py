@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.runtime.context import Context
-from bus import Bus, BusConfig
+from actors.runtime.context import STOP_WISH, Context
+from bus import Bus, BusConfig, Commit
 from bus.errors import BusRefused
 from bus.identity import Identity, hold_name, holder_of, read_identity, write_identity
 from miles_async.cli import worker
@@ -167,3 +167,14 @@ async def test_only_a_worker_beside_the_launcher_stands_behind_its_router(
     worker.add_arguments(parser)
     spec, _ = await worker._spec(parser.parse_args(["--bus", redis_url, "--run", run_name]))
     assert spec.room["router_url"] == router
+
+
+async def test_a_worker_of_a_run_that_has_stopped_is_refused_before_it_boots(redis_url: str, run_name: str) -> None:
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await bus.make_readers()
+        await write_identity(bus, Identity(run=run_name))
+        await bus.commit(Commit(state={STOP_WISH: "stop@node7:1"}))
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    with pytest.raises(BusRefused, match="has finished or was stopped"):
+        await worker._spec(parser.parse_args(["--bus", redis_url, "--run", run_name]))
