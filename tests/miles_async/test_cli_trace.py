@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -143,6 +144,17 @@ def test_from_another_host_the_whole_life_is_told_by_the_bus_and_by_no_folder_of
     whole.tell(lambda story: story.bus.trim_log(POLICY, "9999999999999-0"))  # long ago: steps leave that log first
     out = whole.ask("trace", "g1/0", "--run", whole.name, "--bus-url", whole.url)[1]
     assert out.startswith("g1/0: in the batch of step 1: 3 tokens with gradient"), out
+
+
+@pytest.mark.parametrize("skew_s", [-90.0, 90.0])
+def test_a_life_is_told_in_its_order_whatever_the_clock_of_its_worker_says(whole, skew_s):
+    now = time.time() - 10.0
+    marks = Mark("issued", "", 0, now), Mark("begun", "far", 0, now + 1 + skew_s), Mark("ended", "far", 3, now + 2 + skew_s)
+    life = SampleTrained("g1/0", marks, (VersionSpan(1, 0, 3),), "stop", 1, 3.0, 1.0, "math", 0.5, now + 3, 3, 0.25)
+    whole.tell(lambda story: story.say(TRAINED, SamplesTrained(step=1, samples=(life,))))
+    out = whole.ask("trace", "g1/0", "--run", whole.name, "--bus-url", whole.url)[1]
+    parts = "issued", "begun by far", "ended by far", "made: 3 tokens", "let go by the filter", "in the batch of step 1"
+    assert sorted(parts, key=out.rindex) == list(parts), out
 
 
 def test_the_whole_life_of_a_dropped_sample_is_told_too(run, tmp_path):
