@@ -43,4 +43,5 @@ async def forget_leavers(bus: Bus, *, idle_s: float = ENDED_S) -> list[str]:
     names = await bus.link.run_script(LEAVE, keys, [int(idle_s * 1000), *gone(known, await bus.silences())])
     if names:
         await bus.link.run("HDEL", bus.keys.heard, *names)
+        await bus.link.run("HDEL", bus.keys.names, *names)
     return [name.decode() for name in names]

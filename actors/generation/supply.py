@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from actors.runtime.context import Context
 from actors.runtime.delta import XOR, apply_delta
-from actors.runtime.depot import ID, Depot
+from actors.runtime.depot import ID, Depot, depot_at
 from actors.runtime.fetch import Damaged, Fetch, FetchFailed
 from actors.runtime.host import SHARED, place
 from bus.messages.active import Activate
@@ -59,14 +59,19 @@ class Supply:
     def open(self) -> None:
         """Serve, if we are to, and free what workers of other runs left here. BusRefused when the port is taken."""
         _sweep_left(SHARED, self._homes)
-        if self._serves and self._depot is None:
-            host, bind, port = place(self._address, self._context.bus.link.local_address)
-            if host:
-                self._depot = Depot(self._find, self._token, host=host, bind=bind, port=port)
-                self._context.depot = self._depot.url
+        self.serve()
+
+    def serve(self) -> None:
+        """Serve, if we are to, where others reach this host, which may have another address by now. BusRefused when the port is
+        taken."""
+        at = place(self._address, self._context.bus.link.local_address)
+        if self._serves and at[0]:
+            self._depot = depot_at(at, self._depot, self._find, self._token)
+            self._context.depot = self._depot.url
 
     def know(self, order: Activate) -> None:
         """An order was heard, ours or a peer's: what is older than the newest will not come here any more."""
+        self.serve()
         self._newest = max(self._newest, order.version.id)
         if order.parcel is not None:
             self._told.pop(order.parcel.id, None)

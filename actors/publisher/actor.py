@@ -280,13 +280,13 @@ class Publisher:
         return path.is_relative_to(Path(self._spec.weights_dir).resolve()) and not path.exists()
 
     async def _say(self, serving: dict[str, int]) -> None:
-        """Tell who serves what, when it changed. Engines may still serve a lost future; it frees no slot."""
+        """Tell who serves what, when it changed, also that nobody does any more. Engines may still serve a lost future; it frees no
+        slot."""
         versions = [self._announced[v] for v in serving.values() if v in self._announced and v not in self._lost]
-        if not versions:
+        if versions and (self._active is None or max(versions).id > self._active.id):
+            self._active = max(versions)
+        if self._active is None:
             return
-        best = max(versions)
-        if self._active is None or best.id > self._active.id:
-            self._active = best
         said = PolicyActive(
             version=self._active,
             serving=serving,

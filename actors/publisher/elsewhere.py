@@ -18,7 +18,7 @@ from typing import NamedTuple
 from actors.publisher.members import Member
 from actors.runtime.context import Context
 from actors.runtime.delta import make_delta
-from actors.runtime.depot import Depot
+from actors.runtime.depot import Depot, depot_at
 from actors.runtime.fetch import pack_parcel
 from actors.runtime.host import place, shared_memory_name
 from bus.messages.policy import WeightManifest
@@ -75,9 +75,8 @@ class Elsewhere:
             self._open()
 
     def _open(self) -> Depot:
-        if self._depot is None:
-            host, bind, port = place(self._address, self._context.bus.link.local_address)
-            self._depot = Depot(self._find, self._token, host=host, bind=bind, port=port)
+        at = place(self._address, self._context.bus.link.local_address)
+        self._depot = depot_at(at, self._depot, self._find, self._token)
         return self._depot
 
     def _find(self, parcel_id: str) -> Path | None:

@@ -39,6 +39,7 @@ class Depot:
     one. BusRefused when that cannot be had."""
 
     def __init__(self, find: Find, token: str, *, host: str = "", bind: str = "", port: int = 0) -> None:
+        self.at = host, bind, port
         try:
             self._server = _Server((bind, port), find, f"Bearer {token}".encode())
         except OSError as error:
@@ -57,6 +58,23 @@ class Depot:
         """Listen no more; what is on its way ends with the process."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def depot_at(at: tuple[str, str, int], old: Depot | None, find: Find, token: str) -> Depot:
+    """The depot at this place (see `place`): the `old` one where it is there, else a new one, and the old one ends: the host has
+    another address. One that cannot be had yet leaves the old one; BusRefused when there is none."""
+    if old is not None and old.at == at:
+        return old
+    host, bind, port = at
+    try:
+        made = Depot(find, token, host=host, bind=bind, port=port)
+    except BusRefused:
+        if old is None:
+            raise
+        return old
+    if old is not None:
+        threading.Thread(target=old.close, name="depot", daemon=True).start()  # which waits for it
+    return made
 
 
 class _Server(ThreadingTCPServer):

@@ -73,6 +73,11 @@ class Keys(msgspec.Struct, frozen=True):
         return self._key("heard")
 
     @property
+    def names(self) -> str:
+        """Hash worker -> the process that has this name, by a word of its own making."""
+        return self._key("names")
+
+    @property
     def identity(self) -> str:
         """What run this is: JSON of the settings that must not differ when it is joined again."""
         return self._key("identity")

@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 when something is kept, 2 when nothing is."""
     ref = chosen_run(args)
-    run_dir = ref.run_dir or Path(args.runs_dir) / str(ref.run)
+    if ref.run_dir is None:
+        raise SettingsError("kept samples lie in the run's folder", remedy="Run this on its host, with --runs-dir.")
+    run_dir = ref.run_dir
     found = choose(kept(run_dir, args.eval_set), step=args.step, group=args.group)
     if args.worst or args.best:
         found.sort(key=lambda sample: sample["reward"], reverse=args.best)

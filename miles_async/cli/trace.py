@@ -77,7 +77,7 @@ def _by_streams(ref: RunRef, sample_id: str) -> "Trace":
 
     async def follow() -> "Trace":
         async with attached(ref, look=True) as bus:
-            return await trace(bus, sample_id, ref.run_dir or Path("runs") / bus.config.run)
+            return await trace(bus, sample_id, ref.run_dir)
 
     try:
         return asyncio.run(follow())

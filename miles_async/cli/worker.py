@@ -1,5 +1,6 @@
 """Add one generation worker to a running run, from any machine that reaches its bus. Ctrl-C drains it: what it holds is
-parked and continues elsewhere. A worker that lost the bus joins again once it answers: no launcher watches over it."""
+parked and continues elsewhere. A worker that lost the bus joins again once it answers, and one whose run was started again with
+other settings for workers takes those: no launcher watches over it."""
 
 import argparse
 import json
@@ -20,9 +21,11 @@ OTHERS = ("launcher", "watchdog", "console")  # who speaks on the bus and is no 
 
 if TYPE_CHECKING:
     from actors.runtime.child import Child
-    from actors.runtime.context import ActorSpec
+    from actors.runtime.context import ActorSpec, Context
+    from miles_async.cli.staying import Stay
 
 REJOIN_S = 600.0  # how long a bus that was lost is tried again
+ANEW = -1  # the run tells its workers something else by now
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
     gc.disable()  # until all is loaded
     code = run_loop(_join(args))
     lost_at = time.monotonic()
-    while code in (EXIT_BUS_GONE, EXIT_BUS_BACK) and time.monotonic() - lost_at < REJOIN_S:
-        print(f"the bus is away; this worker tries for {REJOIN_S:g} s to join again, Ctrl-C ends it", file=sys.stderr)
+    while code in (EXIT_BUS_GONE, EXIT_BUS_BACK, ANEW) and time.monotonic() - lost_at < REJOIN_S:
+        if code != ANEW:
+            print(f"the bus is away; this worker tries for {REJOIN_S:g} s to join again, Ctrl-C ends it", file=sys.stderr)
         time.sleep(1.0)
         try:
             code = run_loop(_join(args))
@@ -81,30 +85,33 @@ async def _join(args: argparse.Namespace) -> int:
     if not args.engine_url:
         await spare.start_spare((*PYTHON, "actors.generation.embedded", "--spare"))
     try:
-        spec = await _spec(args)
+        spec, stay = await _spec(args)
         if spec.room.get("engine") != "embedded":
             await spare.stop()
-        return await _become(spec, spare)
+        return await _become(spec, stay, spare)
     finally:
         await spare.stop()
 
 
-async def _spec(args: argparse.Namespace) -> "ActorSpec":
-    """What the run tells its workers, changed by the flags."""
+async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
+    """What the run tells its workers, changed by the flags; and whether that holds. From then on the name is ours."""
     from msgspec import structs
 
-    from actors.runtime.context import ActorSpec
+    from actors.runtime.context import STOP_WISH, ActorSpec
+    from actors.runtime.host import processes_name
     from bus import Bus, BusConfig
     from bus.errors import BusRefused, BusUnreachable
     from bus.identity import are_alike, read_identity
     from bus.private import is_private
     from bus.topology import ROLES
+    from miles_async.cli.staying import Stay, take_name
     from miles_async.console.attach import run_named
 
     ref = chosen_run(args)
     run_name = await run_named(ref)
     async with Bus(BusConfig(url=ref.bus_url, run=run_name, deadline_s=5.0)) as bus:
-        known = await read_identity(bus)
+        known, launcher = await read_identity(bus), (await bus.vitals()).get("launcher")
+        stopped = await bus.state(STOP_WISH)
     if known is None:
         raise BusUnreachable(
             f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`."
@@ -114,6 +121,8 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
             f"run {run_name!r} is of release {known.release}, this worker of {__version__}: they may mean different things by the "
             f"same message. Install miles_async {known.release} here."
         )
+    if stopped:
+        raise BusRefused(f"run {run_name!r} has finished or was stopped. Start it with `miles-async train`, then its workers.")
     here = re.sub("[^A-Za-z0-9_.-]", "-", socket.gethostname())[:40]
     name = f"worker-{here}-{os.getpid()}" if args.name is None else args.name
     if not _NAME.fullmatch(name) or name.startswith(("generation-", "lent-")) or name in (*ROLES, *OTHERS):
@@ -125,6 +134,13 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
     if args.engine_url:
         room |= {"engine": "external", "engine_url": args.engine_url}
         room["token"] = os.environ.get("MILES_ASYNC_ENGINE_TOKEN") or room.get("token", "")
+    if launcher is None or launcher.processes != processes_name():
+        room["router_url"] = ""  # it and the engines that it knows are at addresses of one host
+        if not room.get("takes_samples", True):
+            raise BusRefused(
+                f"run {run_name!r} has a rollout function, which reaches engines through a router on its own host: a worker "
+                "elsewhere would serve nobody. Start it on that host."
+            )
     agent = str((room.get("agent") or {}).get("function") or "")
     for flag, path, given in (
         ("--custom-generate-function-path", str(room.get("program") or ""), args.custom_generate_function_path),
@@ -139,7 +155,9 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
         room["threads"] = args.threads
     if not room.get("engine_url") and not Path(str(room["model_path"])).exists():
         raise BusRefused(f"model directory {room['model_path']} is not on this host. Give --model-path.")
-    return ActorSpec(
+    async with Bus(BusConfig(url=ref.bus_url, run=run_name, deadline_s=5.0)) as bus:
+        await take_name(bus, name, known.heartbeat_s)
+    spec = ActorSpec(
         name=name,
         role="generation",
         # Nobody starts it again at once, and a boot takes long: it waits for the bus with its engine.
@@ -151,17 +169,18 @@ async def _spec(args: argparse.Namespace) -> "ActorSpec":
         run_dir=known.run_dir if is_private(Path(known.run_dir)) else tempfile.mkdtemp(prefix="miles_async-"),
         room=room,
     )
+    return spec, Stay(name, known)
 
 
-async def _become(spec: "ActorSpec", spare: "Child") -> int:
+async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
+    import asyncio
     import gc
-    from functools import partial
 
     import msgspec
 
     from actors.generation.actor import GenerationSpec
     from actors.generation.actor import run as room
-    from actors.runtime.run import log_to_stderr, run_actor
+    from actors.runtime.run import EXIT_DONE, log_to_stderr, run_actor
     from bus.errors import BusRefused
 
     try:
@@ -179,4 +198,17 @@ async def _become(spec: "ActorSpec", spare: "Child") -> int:
     os.environ.update(OMP_NUM_THREADS=str(spec.room.get("threads") or 1), TOKENIZERS_PARALLELISM="false")
     log_to_stderr()
     gc.enable()
-    return await run_actor(spec, told, partial(room, spare=spare))
+
+    async def body(context: "Context", told: GenerationSpec) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(stay.watch(context), name="stay")
+            await room(context, told, spare)
+            watching.cancel()
+
+    code = await run_actor(spec, told, body)
+    if code == EXIT_DONE and stay.taken:
+        raise BusRefused(f"worker {spec.name} has ended: {stay.why()}. Give each worker a --name of its own, or none.")
+    if code == EXIT_DONE and stay.changed:
+        print(f"worker {spec.name} joins anew: {stay.why()}", flush=True)
+        return ANEW
+    return code

@@ -94,7 +94,9 @@ async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Call
         actors = [a for a in snapshot.of_role("sampler") if a.vitals.waits_for.startswith(READING)]
         actors += [a for role in ("generation", "trainer") for a in snapshot.of_role(role)[:2]]
         said = [f"{a.vitals.actor} {state_text(a)} {waits_text(a)}".rstrip() for a in actors]
-        say(f"no step yet after {duration(bus.clock.monotonic() - began)}: {'; '.join(said) or 'no actor has spoken yet'}")
+        if not any(a.life == "alive" for a in snapshot.of_role("generation")):
+            said.append("no generation worker is there yet")
+        say(f"no step yet after {duration(bus.clock.monotonic() - began)}: {'; '.join(said)}")
 
 
 async def _picture(page: Page, console: Console, following: asyncio.Task[None]) -> None:

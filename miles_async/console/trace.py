@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,6 +155,17 @@ def told(mark: Mark) -> str:
     return f"{mark.what}{by}" + (f" with {mark.tokens} tokens" if mark.tokens else "")
 
 
+def in_order(marks: Sequence[Mark], until: float, who: str = "") -> list[Moment]:
+    """What a sample went through, in its order, which the clocks of its hosts may not tell: the first mark is of Redis's clock, and
+    none is before the one before or after `until`."""
+    found: list[Moment] = []
+    wall = marks[0].wall if marks else 0.0
+    for mark in marks:
+        wall = max(wall, min(mark.wall, until))
+        found.append(Moment(wall, mark.what, who + told(mark)))
+    return found
+
+
 def moments_of(records: list[Record], sample_id: str, group: str) -> list[Moment]:
     """What lines say about this sample or its group; each entry once, steps of a lost future marked; and how many lines cannot
     be read."""
@@ -238,7 +250,7 @@ def _moments(record: Record, sample_id: str, group: str) -> list[Moment]:
 def _life(record: Record, *, name: str) -> list[Moment]:
     """What a trained or dropped sample went through. `name`: its id, where several are told."""
     who = f"{name} " if name else ""
-    found = [Moment(m.wall, m.what, who + told(m)) for m in msgspec.convert(record["marks"], list[Mark])]
+    found = in_order(msgspec.convert(record["marks"], list[Mark]), float(record.get("judged") or record["wall"]), who)
     ended = found[-1].wall if found else 0.0
     spans = ", ".join(
         f"{n} tokens by version {v}" if v >= 0 else f"{n} of its environment" for v, _, n in record["spans"]
@@ -275,6 +287,8 @@ def ended_state(moments: list[Moment], *, is_open: bool = False) -> str:
             return kinds[what].text + ("; how it was made is not on record, which holds the newest samples" if gone else "")
     if is_open:
         return "its group is open but the sample is in no stream: see miles-async ledger --check"
+    if "batch" in kinds:
+        return f"{kinds['batch'].text}; what became of that step is not on record any more"
     if "kept" in kinds:
         return "its group was kept by the filter; what came after is not on record any more"
     return "not on record"

@@ -31,12 +31,12 @@ from miles_async.console.trace import (
     ended_state,
     event_text,
     group_of,
+    in_order,
     lives_of,
     moments_of,
     names,
     of_group,
     size_of,
-    told,
 )
 
 OF_STEPS = ("policy.restored", "policy.checkpointed")
@@ -68,7 +68,7 @@ async def trace(bus: Bus, sample_id: str, run_dir: Path | None = None) -> Trace:
     elif place is None and moments and run_dir is not None:
         n_samples = size_of(run_dir, group, records, sample_id)
     if not any(moment.what == "made" for moment in moments):
-        moments += [Moment(m.wall, m.what, told(m)) for m in _marks(task)]
+        moments += in_order(_marks(task), bus.clock.wall())
     saved = len(await bus.load_prefix(sample_id))
     if opened is not None:
         text = f"group issued at step {opened.step}, prompt {opened.prompt_id} (row {opened.source_index}, "
@@ -180,7 +180,8 @@ async def _told(bus: Bus, entries: list[Entry], sample_id: str, group: str) -> t
                     notes.append(Moment(wall_of(entry.id), "kept", f"group kept by the filter, {message.tokens} tokens"))
             case _:
                 records += records_of(entry, message)
-    return records, notes
+    as_written: list[Record] = msgspec.json.decode(msgspec.json.encode(records))  # no structs: as read from the files
+    return as_written, notes
 
 
 def _state(place: Place | None, opened: OpenGroup | None, moments: list[Moment], now: float) -> str:

@@ -20,6 +20,7 @@ from actors.trainer.checkpoint import (
 )
 from bus import Bus, ledger
 from bus.errors import CheckpointRefused
+from bus.messages.policy import Finished
 from miles_async.settings.checkpoints import RELEASE, there_are
 from miles_async.settings.checks import check_run_dir
 from miles_async.settings.dump import dump_toml
@@ -104,6 +105,12 @@ async def is_over(bus: Bus, heartbeat_s: float) -> bool:
         return True
     seen = lives(trainer)
     return not seen if seen is not None else (await bus.silences()).get("trainer", inf) >= SILENT_BEATS * heartbeat_s
+
+
+async def finished_step(bus: Bus, num_rollout: int) -> int:
+    """The step after which the trainer said that all are done, where that is its last word and no more are wanted; else 0."""
+    step, _, rest = (await bus.state("trainer")).partition(":")
+    return int(step) if rest.endswith(f":{Finished.__name__}") and int(step) >= num_rollout else 0
 
 
 SETTINGS_FILE = "settings.toml"  # of the last start that made the bus ready

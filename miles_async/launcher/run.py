@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,6 @@ from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
 from bus.errors import BusFull, BusUnreachable, BusWentBack
 from bus.messages.control import ActorState, Event, Vitals
-from bus.messages.policy import Finished
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS, ROLES
@@ -48,6 +48,7 @@ from miles_async.launcher.place import Place, bus_config
 from miles_async.launcher.plan import actor_spec, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, free_weights, place_of, prepare_bus, token_counter
+from miles_async.launcher.resume import finished_step
 from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor, furthest_step
 from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
@@ -119,12 +120,6 @@ def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkSe
     from miles_async.launcher.ray_placer import RayPlacer
 
     return partial(RayPlacer, settings, place, threads)
-
-
-async def finished_step(bus: Bus, num_rollout: int) -> int:
-    """The step after which the trainer said that all are done, where that is its last word and no more are wanted; else 0."""
-    step, _, rest = (await bus.state("trainer")).partition(":")
-    return int(step) if rest.endswith(f":{Finished.__name__}") and int(step) >= num_rollout else 0
 
 
 async def _train(
@@ -259,7 +254,10 @@ class Launcher:
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
             return failure.status, 0
         finished = await finished_step(bus, self._place.num_rollout)
-        if not finished:
+        if finished:  # workers that joined by hand would keep their GPUs for ever
+            with suppress(BusUnreachable, BusFull, BusWentBack):
+                await bus.commit(Commit(state={STOP_WISH: "the last step is done"}))
+        else:
             print(f"run {name} stopped; the same command {AGAIN if settings.ckpt.no_save else 'goes on from its last checkpoint'}")
         return 0, finished
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from actors.publisher.elsewhere import source_of
 from actors.runtime import fetch as fetch_module
 from actors.runtime.checksum import checksum
-from actors.runtime.depot import Depot
+from actors.runtime.depot import Depot, depot_at
 from actors.runtime.fetch import Damaged, Fetch, FetchFailed, pack_parcel
 from actors.runtime.host import place
-from bus.errors import BadMessage
+from bus.errors import BadMessage, BusRefused
 from tests.actors.parcels import Serve, fetching, same
 
 
@@ -199,6 +199,20 @@ def test_a_source_that_waited_in_vain_for_a_version_is_asked_last_for_its_next_f
     fetch.run()
     depot.close()
     assert same(version, tmp_path / "here") and len(asked) == 1
+
+
+def test_a_depot_follows_its_host_to_another_address(tmp_path: Path) -> None:
+    depot = depot_at(("127.0.0.1", "127.0.0.1", 0), None, lambda parcel_id: None, "secret")
+    try:
+        assert depot_at(depot.at, depot, lambda parcel_id: None, "secret") is depot
+        nowhere = ("192.0.2.1", "192.0.2.1", 0)  # of no host
+        assert depot_at(nowhere, depot, lambda parcel_id: None, "secret") is depot, "it may come yet"
+        depot = depot_at(("127.0.0.2", "127.0.0.2", 0), old := depot, lambda parcel_id: None, "secret")
+        assert depot is not old and depot.url.startswith("http://127.0.0.2:")
+        with pytest.raises(BusRefused):
+            depot_at(nowhere, None, lambda parcel_id: None, "secret")
+    finally:
+        depot.close()
 
 
 def test_small_files_that_an_earlier_version_has_do_not_come_again(version: Path, serve: Serve, tmp_path: Path) -> None:

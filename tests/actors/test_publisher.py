@@ -326,7 +326,7 @@ async def newest_said(bus: Bus, serving: dict[str, int]) -> PolicyVersion:
     return (await until(lambda: served(bus, serving)))[-1].version
 
 
-async def test_the_active_version_does_not_fall_when_its_only_engine_goes(
+async def test_the_active_version_does_not_fall_when_its_engines_go_one_by_one(
     redis_url: str, run_name: str, tmp_path: Path
 ) -> None:
     async with open_bus(redis_url, run_name) as bus, publishing(bus):
@@ -335,6 +335,8 @@ async def test_the_active_version_does_not_fall_when_its_only_engine_goes(
         assert (await newest_said(bus, {"a": 2, "b": 1})).id == 2
         await put(bus, EVENTS, msgspec.structs.replace(says("a", 2), state="stopped"))
         assert (await newest_said(bus, {"b": 1})).id == 2, "samples issued for it would be born stale otherwise"
+        await put(bus, EVENTS, msgspec.structs.replace(says("b", 1), state="stopped"))
+        assert (await newest_said(bus, {})).id == 2, "who looks at the run would be told that b serves"
 
 
 async def test_versions_of_a_lost_future_are_active_no_more(redis_url: str, run_name: str, tmp_path: Path) -> None:

@@ -112,3 +112,27 @@ def test_a_worker_that_joined_outlives_the_runs_own(run_of: Launch) -> None:
         guest.wait(20)
     run.drain()
     judge(run, steps=run.saved())
+
+
+@pytest.mark.slow
+def test_a_worker_that_stayed_takes_the_settings_of_the_next_start(run_of: Launch) -> None:
+    """And nobody else its name meanwhile."""
+    run = run_of({"rollout": {"num_rollout": 100_000}})
+    run.start()
+    run.until_step(1)
+    guest = join(run, "guest")
+    said = lambda: (run.home / "guest.log").read_text()  # noqa: E731
+    try:
+        until_it_works(run, "guest")
+        other = run.command("worker", "--name", "guest", "--run", run.dir.name)
+        assert other.returncode == 2 and "worker name 'guest' refused" in other.stderr, other.stderr
+        run.drain()
+        run.start(flags=("--mask-offpolicy-in-partial-rollout",))
+        run.until("the guest to join anew", lambda: "joins anew: the run was started again with other" in said())
+        assert "(mask_offpolicy)" in said()
+        run.until("it to serve again", lambda: "activated" in said().rpartition("joins anew")[2])
+    finally:
+        guest.terminate()
+        guest.wait(20)
+    run.drain()
+    judge(run, steps=run.saved())

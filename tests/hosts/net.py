@@ -110,6 +110,12 @@ class Host:
                 words = [program if word == "{program}" else word.format(port=port) for word in line.split()]
                 _do(f"tc -n {space}", *words)
 
+    def move(self) -> None:
+        """It gets another address, and keeps no connection."""
+        self.address = f"10.77.{self._net.number}.{100 + len(self._net.hosts)}"
+        _do(f"ip -n {self.space} addr flush dev eth0")
+        _do(f"ip -n {self.space} addr add {self.address}/24 dev eth0")
+
     def cut(self) -> None:
         """Nothing passes its link; connections stay half open."""
         _do(f"ip -n {self._net.switch} link set {self._port} down")

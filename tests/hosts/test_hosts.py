@@ -83,6 +83,39 @@ def deeper(model: Path) -> Path:
 
 
 @pytest.mark.slow
+def test_a_worker_ends_with_the_last_step_also_one_that_was_away_then(far_run: Make) -> None:
+    run = far_run({"rollout": {"num_rollout": 30}})
+    here, away = (run.net.host(name) for name in "bc")
+    run.begin()
+    workers = [run.join_from(here), run.join_from(away)]
+    run.until_it_serves("b", "c")
+    away.cut()
+    run.finish()
+    judge(run)
+    assert workers[0].wait(30) == 0, run.story()
+    away.mend()
+    assert workers[1].wait(60) == 0, run.story()
+
+
+@pytest.mark.slow
+def test_a_host_that_gets_another_address_serves_the_next_one_there(far_run: Make) -> None:
+    run = far_run(LONG)
+    first, second = (run.net.host(name) for name in "bc")
+    run.begin()
+    run.join_from(first)
+    run.until_it_serves("b")
+    run.join_from(second)
+    run.until_it_serves("b", "c", more_than=1)
+    first.move()
+    depot = lambda: run.ask(lambda bus: bus.vitals())["b"].depot  # noqa: E731
+    until("its new address to be told", lambda: depot().startswith(f"http://{first.address}:"), seconds=60.0)
+    for name in "bc":
+        run.until_it_serves(name, more_than=len(run.events(name, "activated")) + 1)
+    run.drain()
+    judge(run, steps=run.step())
+
+
+@pytest.mark.slow
 def test_a_broadcast_reaches_engines_on_other_hosts(far_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # gloo goes by the host's name, which resolves to nothing here
     run = far_run({"rollout": {"num_rollout": 10_000}, "sglang": {"update_weight_transport": "nccl"}})

@@ -81,3 +81,10 @@ def test_the_file_is_bounded(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     samples.append(run_dir, [{"step": 9, "sample": "g3/0", "reward": 0.0}])
     assert [s["step"] for s in samples.read_samples([run_dir / samples.FILE])] == [9]
     assert [s["step"] for s in samples.read_samples([run_dir / samples.OLDER])] == [1, 1, 4, 4]
+
+
+def test_from_another_host_samples_are_refused_and_no_others_are_shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["samples", "--run", "one", "--bus-url", "redis://10.0.0.5:6379", "--runs-dir", str(run_dir.parent)]
+    assert app.main(words) == 2
+    shown = capsys.readouterr()
+    assert "Run this on its host" in shown.err and not shown.out

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -126,6 +127,34 @@ def test_the_whole_life_of_a_trained_sample_is_told_by_the_bus_and_later_by_the_
     assert "g1/0 parked: drain" in of_group and "trained in step 1" in of_group and "not on record" not in after + of_group
     (run.dir / TRAINED_FILE).unlink()  # it holds the newest samples only
     assert "trained in step 1, policy version 2, knob epoch 0; how it was made is not on record" in run.ask("trace", "g1/0")[1]
+
+
+def test_from_another_host_the_whole_life_is_told_by_the_bus_and_by_no_folder_of_a_run_of_that_name(whole, tmp_path, monkeypatch):
+    spans = (VersionSpan(1, 0, 3),)
+    life = SampleTrained("g1/0", (Mark("issued", "", 0, 10.0),), spans, "stop", 1, 3.0, 1.0, "math", 0.5, 15.0, 3, 0.25)
+    whole.tell(lambda story: story.say(TRAINED, SamplesTrained(step=1, samples=(life,))))
+    here = tmp_path / "runs" / whole.name  # of this host
+    here.mkdir(parents=True)
+    other = {"kind": "step", "wall": 5.0, "entry": "policy@5-0", "step": 77, "version": 4, "knob_epoch": 0, "groups": ["g1"]}
+    (here / FILE).write_text(json.dumps(other) + "\n")
+    monkeypatch.chdir(tmp_path)
+    out = whole.ask("trace", "g1/0", "--run", whole.name, "--bus-url", whole.url)[1]
+    assert "made: 3 tokens by version 1" in out and "in the batch of step 1" in out, out
+    assert "cannot be read" not in out and "not on record" not in out and "step 77" not in out, out
+    whole.tell(lambda story: story.bus.trim_log(POLICY, "9999999999999-0"))  # long ago: steps leave that log first
+    out = whole.ask("trace", "g1/0", "--run", whole.name, "--bus-url", whole.url)[1]
+    assert out.startswith("g1/0: in the batch of step 1: 3 tokens with gradient"), out
+
+
+@pytest.mark.parametrize("skew_s", [-90.0, 90.0])
+def test_a_life_is_told_in_its_order_whatever_the_clock_of_its_worker_says(whole, skew_s):
+    now = time.time() - 10.0
+    marks = Mark("issued", "", 0, now), Mark("begun", "far", 0, now + 1 + skew_s), Mark("ended", "far", 3, now + 2 + skew_s)
+    life = SampleTrained("g1/0", marks, (VersionSpan(1, 0, 3),), "stop", 1, 3.0, 1.0, "math", 0.5, now + 3, 3, 0.25)
+    whole.tell(lambda story: story.say(TRAINED, SamplesTrained(step=1, samples=(life,))))
+    out = whole.ask("trace", "g1/0", "--run", whole.name, "--bus-url", whole.url)[1]
+    parts = "issued", "begun by far", "ended by far", "made: 3 tokens", "let go by the filter", "in the batch of step 1"
+    assert sorted(parts, key=out.rindex) == list(parts), out
 
 
 def test_the_whole_life_of_a_dropped_sample_is_told_too(run, tmp_path):

@@ -195,6 +195,17 @@ async def test_before_the_first_step_plain_output_says_what_is_waited_for(redis_
         assert out.getvalue().rstrip().splitlines()[-1].startswith("step 1/10"), "and no more once there is one"
 
 
+async def test_a_run_without_workers_says_that_it_waits_for_one(redis_url, run_name, tmp_path, monkeypatch):
+    monkeypatch.setattr("miles_async.console.live.WAIT_SAID_S", 0.05)
+    async with Bus(config(redis_url, run_name)) as bus:
+        await bus.make_readers()
+        await Story(bus).alive(vitals("trainer", waits_for="128 of 128 samples of step 1 on groups"))
+        await Story(bus).alive(vitals("guest", "generation", state="stopped"))
+        out = io.StringIO()
+        await show(bus, tmp_path, "plain", out, until=lambda: "no step yet" in out.getvalue())
+    assert "samples of step 1 on groups; no generation worker is there yet" in " ".join(out.getvalue().split()), out.getvalue()
+
+
 def test_a_run_says_at_once_what_it_is_and_what_it_starts(tmp_path, capsys):
     config_file = str(Path(__file__).parents[2] / "configs" / "quickstart.toml")
     assert app.main(["train", config_file, "--prompt-data", "/nowhere.jsonl", "--runs-dir", str(tmp_path)]) == 2

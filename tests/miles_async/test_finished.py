@@ -8,7 +8,7 @@ from bus import Bus, BusConfig
 from bus.knobs.live import LiveKnobs
 from bus.messages.policy import Finished, Restored
 from bus.messages.versions import PolicyVersion
-from miles_async.launcher.run import finished_step
+from miles_async.launcher.resume import finished_step
 from tests.declared import actor_of
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from bus import Bus, BusConfig
-from bus.identity import Identity, read_identity, write_identity
+from actors.runtime.context import STOP_WISH, Context
+from bus import Bus, BusConfig, Commit
+from bus.errors import BusRefused
+from bus.identity import Identity, hold_name, holder_of, read_identity, write_identity
+from miles_async.cli import worker
 from miles_async.cli.app import main
+from miles_async.cli.staying import ME, Stay, take_name
 from miles_async.launcher.place import Place
 from miles_async.launcher.prepare import claim_identity, engine_token
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
+from tests.actors.house import open_bus, running, until
 from tests.miles_async.console_data import vitals
+
+DEAD_PID = 2**22 + 1  # above what the kernel gives
 
 
 @pytest.mark.parametrize(
@@ -77,3 +85,96 @@ async def test_a_second_launcher_of_a_run_that_another_one_keeps_is_refused(
             await claim_identity(bus, settings, place)
         if refused or folder == "same":
             assert await read_identity(bus) == first, "nothing was changed"
+
+
+@pytest.mark.parametrize(
+    ("had", "beats", "refused"),
+    [
+        ({"processes": "elsewhere", "host": "node7"}, True, True),
+        ({"processes": "elsewhere", "host": "node7"}, False, False),  # its host died
+        ({"processes": "elsewhere", "state": "stopped"}, True, False),
+        ({"pid": DEAD_PID}, True, False),  # it was killed here: the new one need not wait
+    ],
+)
+async def test_a_second_worker_of_a_name_is_refused_while_the_first_is_heard(
+    redis_url: str, run_name: str, had: dict[str, Any], beats: bool, refused: bool
+) -> None:
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus, asyncio.TaskGroup() as tasks:
+        await bus.set_vitals("w", vitals("w", "generation", **had))
+
+        async def beat() -> None:
+            while beats:
+                await bus.set_vitals("w", vitals("w", "generation", **had))
+                await asyncio.sleep(0.05)
+
+        beating = tasks.create_task(beat())
+        if refused:
+            with pytest.raises(BusRefused, match="'w' refused: a worker of this name works on host node7"):
+                await take_name(bus, "w", 0.2)
+        else:
+            await take_name(bus, "w", 0.2)
+        assert await holder_of(bus, "w") == ("" if refused else ME)
+        beating.cancel()
+
+
+async def _until_it_ends(room: Context) -> None:
+    async with asyncio.timeout(10):
+        await room.draining.wait()
+
+
+async def test_a_worker_leaves_when_its_run_tells_other_settings_or_its_name_is_anothers(redis_url: str, run_name: str) -> None:
+    known = Identity(run=run_name, worker={"mask_offpolicy": False, "max_running": 8}, bus={"lease_s": 6.0, "url": ""})
+    others = {
+        "mask_offpolicy": msgspec.structs.replace(known, worker={"mask_offpolicy": True, "max_running": 8}),
+        "bus.lease_s": msgspec.structs.replace(known, bus={"lease_s": 9.0, "url": ""}),
+    }
+    alike = msgspec.structs.replace(known, worker={"mask_offpolicy": False, "max_running": 4}, release="9.0.1")
+    async with open_bus(redis_url, run_name) as bus:
+        for changed, other in others.items():
+            stay = Stay("w", known)
+            async with running(bus, "generation", lambda context, stay: stay.watch(context), stay, heartbeat_s=0.05) as room:
+                await write_identity(bus, alike)
+                await until(lambda: _holds(bus))
+                assert not room.draining.is_set(), "what is live, and the doctor's, is no reason"
+                await write_identity(bus, other)
+                await _until_it_ends(room)
+            assert stay.changed == changed and not stay.taken
+        stay = Stay("w", known)
+        await write_identity(bus, known)
+        async with running(bus, "generation", lambda context, stay: stay.watch(context), stay, heartbeat_s=0.05) as room:
+            await hold_name(bus, "w", "another process")
+            await _until_it_ends(room)
+        assert stay.taken and not stay.changed
+        assert await holder_of(bus, "w") == "another process"
+
+
+async def _holds(bus: Bus) -> bool:
+    return await holder_of(bus, "w") == ME
+
+
+@pytest.mark.parametrize(("host", "router"), [("here", "http://127.0.0.1:1234"), ("elsewhere", "")])
+async def test_only_a_worker_beside_the_launcher_stands_behind_its_router(
+    redis_url: str, run_name: str, tmp_path: Path, host: str, router: str
+) -> None:
+    told = {"model_path": str(tmp_path), "router_url": "http://127.0.0.1:1234"}
+    where = {} if host == "here" else {"processes": host}
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await bus.make_readers()
+        bus_told = {"url": "", "run": run_name}
+        await write_identity(bus, Identity(run=run_name, worker=told, bus=bus_told, run_dir=str(tmp_path)))
+        await bus.set_vitals("launcher", vitals("launcher", **where))
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    spec, _ = await worker._spec(parser.parse_args(["--bus", redis_url, "--run", run_name]))
+    assert spec.room["router_url"] == router
+
+
+async def test_a_worker_of_a_run_that_has_stopped_is_refused_before_it_boots(redis_url: str, run_name: str) -> None:
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await bus.make_readers()
+        await write_identity(bus, Identity(run=run_name))
+        await bus.commit(Commit(state={STOP_WISH: "stop@node7:1"}))
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    with pytest.raises(BusRefused, match="has finished or was stopped"):
+        await worker._spec(parser.parse_args(["--bus", redis_url, "--run", run_name]))
