@@ -43,6 +43,7 @@ from bus.messages.base import Packed, unpack_ints
 from bus.messages.control import USAGE, DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
 from bus.messages.policy import (
+    ALREADY_TRAINED,
     Checkpointed,
     Finished,
     GroupsGivenUp,
@@ -131,7 +132,8 @@ def _event(m: Event) -> Made:
     if m.kind == "sample":
         return [("sample", dict(m.data))]
     if m.kind == "slots":
-        return [("slots", {"actor": m.actor, "slots": int(m.data.get("slots", 0)), "why": str(m.data.get("why", ""))})]
+        most = {"most": int(m.data["most"])} if "most" in m.data else {}
+        return [("slots", {"actor": m.actor, "slots": int(m.data.get("slots", 0)), "why": str(m.data.get("why", "")), **most})]
     if m.kind == USAGE:
         return [("system", {"source": str(m.data["source"]), "values": {str(k): float(v) for k, v in m.data["values"].items()}})]
     if m.level == "info":
@@ -170,6 +172,8 @@ def _given_up(m: GroupsGivenUp) -> Made:
     members = _indexes_by_group(m.samples)
     made: Made = []
     for group, reason in m.groups:
+        if reason == ALREADY_TRAINED:  # no drop: a step has them
+            continue
         fields = {"group": group, "prompt": prompts.get(group, ""), "reason": reason, "reissued": m.reissue}
         made.append(("drop", fields | ({"members": members[group]} if group in members else {})))
     return made

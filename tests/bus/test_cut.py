@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import time
 from typing import Any
 
 import msgspec
@@ -16,9 +19,10 @@ from bus import Bus, BusConfig, Commit, Out, Tail
 from bus.knobs.live import publish_initial
 from bus.messages.control import Event
 from bus.server import EmbeddedRedis
+from bus.streams.link import STALL_S
 from bus.streams.redis import LIFE
 from bus.topology import EVENTS
-from tests.actors.house import KNOBS
+from tests.actors.house import KNOBS, until
 from tests.bus.suite.knobs import plain_kinds
 from tests.declared import actor_of
 
@@ -54,6 +58,48 @@ def test_connections_that_were_closed_underneath_are_dialled_again(private_redis
 
     with runner() as loop:
         assert loop.run(body()) == (1, 1)
+
+
+def test_time_in_which_we_stood_still_ourselves_is_not_the_servers(private_redis: EmbeddedRedis) -> None:
+    """Both are stopped, as by a frozen container, for longer than the deadline, and the server wakes a moment later."""
+    pid = private_redis.pid
+    assert pid is not None
+
+    async def body() -> str:
+        async with Bus(config(private_redis, 0.4)) as bus:
+            await bus.commit(Commit(state={"any": "thing"}))
+            os.kill(pid, signal.SIGSTOP)
+            asked = asyncio.ensure_future(bus.state("any"))
+            await asyncio.sleep(0.05)
+            time.sleep(0.4 + STALL_S + 0.2)  # noqa: ASYNC251 - nothing of this process runs
+            asyncio.get_running_loop().call_later(0.1, os.kill, pid, signal.SIGCONT)
+            return await asked
+
+    try:
+        with runner() as loop:
+            assert loop.run(body()) == "thing"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_what_is_queued_to_a_server_that_is_gone_does_not_hold_up_the_close(private_redis: EmbeddedRedis) -> None:
+    """Whose caller waits all the same hears of it."""
+
+    async def body() -> list[object]:
+        async with asyncio.timeout(60):
+            async with Bus(config(private_redis, 3600.0)) as bus:
+                await bus.state("any")
+                private_redis.kill()
+                asked = [asyncio.ensure_future(bus.state("any")) for _ in range(2)]
+
+                async def doubted() -> bool:
+                    return bus.link._doubted
+
+                await until(doubted)
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    with runner() as loop:
+        assert [type(one) for one in loop.run(body())] == [asyncio.CancelledError] * 2
 
 
 def test_the_address_of_a_connection_is_told_and_a_socket_has_none(private_redis: EmbeddedRedis) -> None:

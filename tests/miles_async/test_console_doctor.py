@@ -8,11 +8,13 @@ import msgspec
 import pytest
 
 from bus import Bus, Commit, Reader
+from bus.inspect import Head
 from bus.messages.control import CREDITS, ENGINE_SLOTS, Event
-from bus.messages.groups import GroupVerdict
+from bus.messages.groups import GroupVerdict, OpenGroup
 from bus.topology import EVENTS, PROMPTS, VERDICTS
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain, open_text
+from miles_async.console.places import Places
 from miles_async.console.scene import read_scene
 from miles_async.console.server import parse_info
 from miles_async.console.watchdog import watch
@@ -269,6 +271,26 @@ async def test_as_many_groups_may_be_open_as_the_sampler_lets(redis_url, run_nam
         await Story(bus).whole()
         scene = msgspec.structs.replace(await read_scene(bus), knobs={"rollout_batch_size": 4} | knobs)
     assert f" open of at most {most}" in open_text(scene)
+
+
+async def test_groups_that_are_open_in_part_are_held_against_the_bound_by_their_samples(redis_url, run_name):
+    """Two parts of one group, of which a step has trained a sample each: neither is a group more, nor a whole one."""
+    async with timeless(redis_url, run_name) as bus:
+        await Story(bus).whole()
+        scene = await read_scene(bus)
+    four = {"prompt_id": "p", "n_samples": 4}
+    opened = {
+        "g1": OpenGroup(group_id="g1", members=(0, 1), **four),
+        "g1+2": OpenGroup(group_id="g1", members=(2, 3), **four),
+        "g2": OpenGroup(group_id="g2", **four),
+        "g3": OpenGroup(group_id="g3", **four),
+    }
+    places = Places({"groups": [Head("groups", f"{n}-0", 0, {"id": key}) for n, key in enumerate(opened)]}, {}, opened)
+    trained = frozenset(["g1/0", "g1/2", *opened["g3"].sample_ids])
+    knobs = {"rollout_batch_size": 1, "max_weight_staleness": 1}
+    scene = msgspec.structs.replace(scene, places=places, uncommitted=trained, knobs=knobs)
+    wanted = "2 groups open (2 with the trainer), 6 of at most 8 samples, 1 trained and not yet in a checkpoint"
+    assert open_text(scene) == wanted
 
 
 async def test_groups_trained_since_the_checkpoint_hold_no_slot(redis_url, run_name):

@@ -177,6 +177,18 @@ def test_slots_that_the_run_finds_are_found_in_the_simulation_too(monkeypatch):
     assert "slots" not in fixed.then
 
 
+def test_engines_that_run_fewer_at_once_than_the_settings_allow_are_simulated_as_such():
+    lines = record()
+    lines[0]["values"] |= {"sglang_server_concurrency": 0, "sglang_concurrency_max": None}
+    lines.append({"kind": "slots", "wall": 101.0, "actor": "w0", "slots": 24, "why": "", "most": 48})
+    seen = recorded(lines)
+    assert seen.knobs.auto.ceiling == 48  # of an engine that somebody else started, not ours
+    assert comparison.changed(seen, {"max_weight_staleness": 3}).auto.ceiling == 48
+    assert comparison.changed(seen, {"sglang_concurrency_max": 32}).auto.ceiling == 32
+    lines[-1]["most"] = 512
+    assert comparison.changed(recorded(lines), {"sglang_concurrency_max": 700}).auto.ceiling == 700
+
+
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
