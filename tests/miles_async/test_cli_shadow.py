@@ -182,7 +182,7 @@ def test_what_stands_behind_the_run_for_cores_has_more_time_than_the_run_gives_i
     file = settled.dir / "settings.toml"
     file.write_text(re.sub(r"reward_timeout_s = \S+", "reward_timeout_s = 0.3", file.read_text()))
     status, out, err = shadow(settled, f'what = "reward"\ncustom_rm_path = "{tmp_path}/slow_rewards.py:slow"')
-    assert (status, err) == (0, "") and "1 of 1 pairs equal" in out and "late" not in out
+    assert (status, err) == (0, "") and "1 of 1 pair equal" in out and "late" not in out
 
 
 def _said(index: int, word: str):
