@@ -391,6 +391,11 @@ async def test_the_first_step_is_read_from_the_runs_folder(redis_url, run_name, 
         await Story(bus).whole()
         assert (await read_scene(bus, tmp_path)).first_step == {"train/loss": 2.0}
         assert (await read_scene(bus, tmp_path / "nowhere")).first_step == {}
+        more = [{"kind": "step", "step": n, "metrics": {"train/loss": 3.0}} for n in range(3, 4000)]
+        (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (*lines, *more)))
+        scene = await read_scene(bus, tmp_path)
+        assert scene.first_step == {"train/loss": 2.0} and scene.steps[-1].step == 3999
+        assert scene.record is not None and len(scene.record.steps) < 2500, "a record of 50,000 steps took two gigabytes"
 
 
 async def test_a_launcher_that_is_gone_is_named_with_what_goes_on_without_it(redis_url, run_name):
