@@ -192,9 +192,7 @@ class History:
             # The trainer says `restored` before it repeats a step; without that word the line is a repetition.
             return
         gap = wall - self.steps[-1].wall if self.steps else 0.0
-        # A NaN, or an infinity, which JSON does not have, is null in the file. It is as missing here, whoever reads what.
-        found = {str(k): float(v) for k, v in record.get("metrics", {}).items() if v is not None}
-        metrics = Numbers({name: value for name, value in found.items() if math.isfinite(value)})
+        metrics = Numbers(_finite(record))
         n_groups = len(record.get("groups", ()))
         for _, reason in record.get("dropped", ()):
             self._drop(str(reason))
@@ -209,7 +207,7 @@ class History:
         self._dropped[reason] += 1
 
     def _eval(self, record: Record, wall: float) -> None:
-        name, metrics = str(record["name"]), {str(k): float(v) for k, v in record.get("metrics", {}).items()}
+        name, metrics = str(record["name"]), _finite(record)
         score = metrics.get(f"eval/{name}")
         if score is None:
             self.failed_evals[name] = {"error": "nothing was measured", **record}
@@ -244,6 +242,12 @@ class History:
     def evals_of(self, name: str) -> list[Eval]:
         """Evaluations of one set by step; of one done twice, the later."""
         return sorted({e.step: e for e in self.evals if e.name == name}.values(), key=lambda e: e.step)
+
+
+def _finite(record: Record) -> dict[str, float]:
+    """Its metrics. A NaN, or an infinity, which JSON does not have, is null in the file and missing here, whoever reads what."""
+    found = {str(k): float(v) for k, v in record.get("metrics", {}).items() if v is not None}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def history_of(records: Iterable[Record]) -> History:

@@ -166,6 +166,12 @@ def test_a_line_of_the_file_that_lacks_something_is_left_out():
     assert [s.step for s in history.steps] == [4] and history.left_out == 4
 
 
+def test_a_number_that_json_does_not_have_costs_its_evaluation_nothing_else():
+    line = {"kind": "eval", "step": 4, "wall": 1.0, "name": "held", "metrics": {"eval/held": 0.5, "eval/held/ci95_low": None}}
+    history = history_of([line])
+    assert [(e.score, dict(e.metrics)) for e in history.evals] == [(0.5, {"eval/held": 0.5})] and history.left_out == 0
+
+
 async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_path):
     (tmp_path / "model").mkdir()
     save_tokenizer(tmp_path / "model", ARITHMETIC)

@@ -1,15 +1,20 @@
 """The commands that change something: dead letters, knobs, stop; and the doctor that asks for it."""
 
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from actors.recorder.history import History
+from bus.identity import Identity, write_identity
 from bus.knobs.live import read_history
 from bus.messages.control import Event
 from bus.topology import DEAD, EVENTS, POLICY, PROMPTS, SCORED
+from miles_async.cli.stop import certain_launcher
 from miles_async.console.lines import plain_line
+from miles_async.launcher.lock import LOCK
+from miles_async.settings.runs import RunRef, list_runs
 from tests.miles_async.console_data import ROOMS, task, vitals
 
 DEADLINE_S = 20.0
@@ -225,7 +230,9 @@ def test_the_doctor_fails_when_something_is_wrong(whole):
 # -- stop ---------------------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
-import signal, sys, time
+import fcntl, signal, sys, time
+lock = open(sys.argv[2], "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print("miles launcher", flush=True)
 time.sleep(60)
@@ -235,11 +242,19 @@ time.sleep(60)
 def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole, tmp_path):
     script = tmp_path / "miles-async"
     script.write_text(LAUNCHER)
-    child = subprocess.Popen([sys.executable, str(script), "train"], stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, str(script), "train", str(whole.dir / LOCK)]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "miles launcher"
         (whole.dir / "launcher.pid").write_text(f"{child.pid}\n")
+        whole.tell(lambda story: write_identity(story.bus, Identity(run=whole.name, run_dir=str(whole.dir))))
+        copy = whole.dir.with_name("copy")
+        shutil.copytree(whole.dir, copy)
+        status, _, err = whole.ask("stop", "--run", "copy", "--wait", "5")
+        assert status == 2 and f"that one is kept in {whole.dir}, and this folder is a copy" in err
+        assert certain_launcher(RunRef(whole.name, whole.url, copy)) is None and child.poll() is None
+        assert list_runs(whole.runs_dir) == [whole.name, "copy"], "the newest run is not a copy of it"
         status, out, err = whole.ask("stop", "--wait", "20")
         assert status == 0
         assert "has stopped" in out
