@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from actors.recorder.records import Record
+from actors.recorder.records import Parts, Record
 
 REWARD = "rollout/raw_reward"
 AVG_STALENESS = "rollout/fully_async/avg_staleness"
@@ -126,6 +126,7 @@ class History:
     _resumed: bool = False
     _dropped: Counter[str] = field(default_factory=Counter)  # since the last step
     _thrown: tuple[int, int] = (0, 0)  # since then
+    _parts: Parts = field(default_factory=Parts)
 
     def fold(self, record: Record) -> None:
         """Take in one record; unknown kinds change only the clock, and a line that lacks something, changed by hand or written by
@@ -153,7 +154,8 @@ class History:
                 if "tokens" in record:  # the filter's; what the trainer gives up is told without
                     samples, tokens = self._thrown
                     self._thrown = (samples + int(record.get("samples", 0)), tokens + int(record["tokens"]))
-                self._drop(str(record["reason"]))
+                if self._parts.is_new(record):
+                    self._drop(str(record["reason"]))
                 self.newest_drops.append(record)
             case "dead":
                 self._hold(self.dead, record)

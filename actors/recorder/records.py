@@ -151,6 +151,7 @@ def _fields(one: SampleTrained) -> Record:
     return {name: value for name, value in values.items() if (name, value) not in (("turns", 1), ("score_s", 0.0))}
 
 
+MOST_PARTED = 4096  # groups, several times as many as are open at once
 OF_A_STEP = ("judged", "trained", "share")
 
 
@@ -187,6 +188,25 @@ def _knob(m: KnobPatch) -> Made:
 def _dead(m: DeadLetter) -> Made:
     fields = {"stream": m.stream, "sample": m.sample_id, "group": m.group_id, "actor": m.actor, "error": m.error}
     return [("dead", fields)]
+
+
+class Parts:
+    """Tells parts of a group apart from groups: a group that leaves the filter in parts is dropped once for each reason."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], None] = {}  # the newest MOST_PARTED
+
+    def is_new(self, drop: Record) -> bool:
+        """Whether a `drop` is the first of its group for its reason."""
+        if not drop.get("members"):
+            return True
+        key = str(drop.get("group", "")), str(drop["reason"])
+        if key in self._seen:
+            return False
+        self._seen[key] = None
+        if len(self._seen) > MOST_PARTED:
+            del self._seen[next(iter(self._seen))]
+        return True
 
 
 _MAKERS: dict[type, Callable[[Any], Made]] = {
