@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
 
 async def stop(ref: RunRef, wait_s: float) -> int:
     """Ask it, and wait for its end for at most `wait_s` seconds; 0 when it has ended, else 1. Says so, too."""
-    from bus.errors import BusUnreachable
+    from bus.errors import BusFull, BusUnreachable
 
     pid = certain_launcher(ref)
     try:
         name = await _wish(ref)
-    except BusUnreachable:
+    except (BusUnreachable, BusFull):  # with its disk full, that run above all is to be stopped: its launcher hears a signal
         if pid is None and not living_actors(ref):
             raise
         name = ref.run or ""
