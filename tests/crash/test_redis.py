@@ -167,10 +167,11 @@ def test_its_file_is_damaged_when_it_dies(run_of: Launch) -> None:
     run.until("a checkpoint", lambda: run.saved() > 0)
     came_back(run, damaged)
     assert run.join() == 2
-    note, *_, last, report = [line for line in run.output().splitlines() if "Redis" in line or line.startswith("report: ")]
-    assert "Redis died and does not start again" in note and "All actors end now" in note
-    assert "Move the folder redis" in last and RESUME not in last
-    assert (run.dir / "report.html").is_file() and report
+    said = run.output().splitlines()
+    [note] = [line for line in said if line.startswith("note: Redis died and does not start again")]
+    [last] = [line for line in said if "ended with status 2" in line]
+    assert "All actors end now" in note and "Move the folder redis" in last and RESUME not in last
+    assert (run.dir / "report.html").is_file() and said[-1].startswith("report: ")
     shutil.rmtree(run.dir / "redis")
     run.start()
     run.finish()
