@@ -90,8 +90,8 @@ async def read_scene(
     first: Mapping[str, float | None] = {}
     record: History | None = None
     if run_dir is not None:
-        first, record = await asyncio.to_thread(_recorded, run_dir)
-        steps = record.steps if len(record.steps) > len(steps) else steps
+        first, past = await asyncio.to_thread(_recorded, run_dir)
+        record, steps = past, past.steps if len(past.steps) > len(steps) else steps
     return Scene(
         snapshot=snapshot,
         places=places,
