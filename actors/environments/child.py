@@ -34,6 +34,9 @@ def confine() -> None:
 def serve(path: str, confined: bool) -> None:
     """Until stdin ends."""
     orders, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # a program that the environment starts would read our orders
+    os.close(nothing)
     os.dup2(2, 1)
     loop = asyncio.new_event_loop()  # before the limits: it opens a pair of sockets
     kind: Any = None

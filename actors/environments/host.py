@@ -10,11 +10,17 @@ from pathlib import Path
 
 import msgspec
 
-from actors.runtime.child import PYTHON, die_with_parent, last_line
+from actors.runtime.child import PYTHON, adopt_orphans, die_with_parent, last_line
+from actors.runtime.leftovers import MARK, end_below, end_marked, new_mark
 
 BOOT_S = 120.0
 END_S = 5.0
 MOST_BYTES = 100_000  # of an answer: it travels inline on a log
+
+
+def _below_us() -> None:
+    die_with_parent()
+    adopt_orphans()
 
 
 class Died(Exception):
@@ -28,19 +34,20 @@ class Failed(Exception):
 class Host:
     """The process; its environment is begun anew by each `begin`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self._process, self._log = process, log
+    def __init__(self, process: asyncio.subprocess.Process, mark: str, log: Path) -> None:
+        self._process, self._mark, self._log = process, mark, log
 
     @classmethod
     async def start(cls, path: str, log: Path, *, confined: bool) -> Host:
         """A process with the module at `path` loaded; what it prints goes to `log`. Raises Died, Failed."""
         words = (*PYTHON, "actors.environments.child", path, "yes" if confined else "no")
+        mark = new_mark()
         with log.open("ab") as out:
             process = await asyncio.create_subprocess_exec(
                 *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out, start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=_below_us, env=os.environ | {MARK: mark},
             )  # fmt: skip
-        host = cls(process, log)
+        host = cls(process, mark, log)
         await host._answer("the load of its module", BOOT_S)
         return host
 
@@ -77,8 +84,11 @@ class Host:
 
     async def close(self) -> None:
         """End it and all that it started. What it said last is read away: a full pipe would keep asyncio from seeing its end."""
+        if self.alive:
+            await asyncio.to_thread(end_below, self._process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.to_thread(end_marked, self._mark)
         assert self._process.stdout is not None
         with contextlib.suppress(TimeoutError):  # a process that left the group may hold the pipe
             async with asyncio.timeout(END_S):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import zlib
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,8 @@ class Evaluator:
             for prompt in found.prompts:
                 self._samples += [(data, prompt)] * data.samples_per_prompt
         self._total = len(self._samples)
+        self._sets = _digest(spec, prompts)
+        self._given_up = -1  # step of an evaluation that former settings issued
         self._active: PolicyVersion | None = None
         self._final_step = -1
         self._done_step = -1
@@ -100,6 +103,11 @@ class Evaluator:
         context, bus = self._context, self._context.bus
         self._issued = Issued.parse(await bus.state("eval"))
         await fold_log(context, await bus.scan_all(EVAL_RESULTS), self._hear)
+        issued = self._issued
+        if issued.step > self._done_step and issued.sets not in (0, self._sets):
+            self._given_up = self._done_step = issued.step
+            text = f"that of step {issued.step} was under way with other data sets or settings: it is given up, the next one counts"
+            await context.event("evaluation", text, level="warning", step=issued.step)
         tail = Tail(bus, [ACTIVE, POLICY])
         await tail.open()
         try:
@@ -130,7 +138,7 @@ class Evaluator:
 
     async def _act(self) -> None:
         issued, active = self._issued, self._active
-        if issued.step >= 0 and issued.offset < self._total:
+        if issued.step > self._given_up and issued.offset < self._total:
             await self._issue(issued)
             return
         if active is None or self._done_step < issued.step:
@@ -144,7 +152,7 @@ class Evaluator:
             before_train=self._spec.before_train,
             final=final,
         ):
-            await self._issue(Issued(active.step, active.id, 0))
+            await self._issue(Issued(active.step, active.id, 0, self._sets))
 
     async def _issue(self, start: Issued) -> None:
         """Put the samples of one evaluation on the bus, in guarded pieces."""
@@ -203,6 +211,9 @@ class Evaluator:
             sample_id, group_id = member.rollout.task.sample_id, member.rollout.task.group_id
         else:
             sample_id, group_id = member.sample_id, member.group_id
+        if group_id == f"e{self._given_up}":
+            self._context.count("evaluation_given_up")
+            return Commit(ack=(entry,))
         number = index_of(sample_id)
         await self._expected(group_id, number)
         members = self._members.setdefault(group_id, {})
@@ -257,6 +268,17 @@ class Evaluator:
         (folder / f"{data.name}_{step:07d}.jsonl").write_bytes(b"".join(lines))
         for old in sorted(folder.glob(f"{glob.escape(data.name)}_{'[0-9]' * 7}.jsonl"))[: -self._spec.keep]:
             old.unlink(missing_ok=True)
+
+
+def _digest(spec: EvaluatorSpec, prompts: Sequence[Prompts]) -> int:
+    """Of what decides which sample has which number, and how it is made; never 0."""
+    found = 0
+    for data, read in zip(spec.sets, prompts, strict=True):
+        how = (data.name, data.samples_per_prompt, data.temperature, data.top_p, data.top_k, data.max_response_len, data.metadata)
+        found = zlib.crc32(msgspec.json.encode((how, spec.rm_type, spec.rollout_stop), enc_hook=str), found)
+        for prompt in read.prompts:
+            found = zlib.crc32(msgspec.json.encode((prompt.text, prompt.label, prompt.metadata), enc_hook=str), found)
+    return found or 1
 
 
 def _dead(entry: Entry, lost: RolloutLost) -> Commit:

@@ -17,20 +17,23 @@ NOT_FINITE = "reward_not_finite"
 
 
 class Issued(msgspec.Struct, frozen=True):
-    """Durable state: the evaluation issued last, and how many of its samples are on the bus."""
+    """Durable state: the evaluation issued last, and how many of its samples are on the bus. `sets`: digest of the data sets and of
+    how they are measured; 0 = an older process did not tell."""
 
     step: int = -1
     version: int = 0
     offset: int = 0
+    sets: int = 0
 
     def text(self) -> str:
-        """Form in the run's state."""
-        return f"{self.step}:{self.version}:{self.offset}"
+        """Form in the run's state; its last part is the offset."""
+        return ":".join(map(str, (self.step, self.version, *([self.sets] if self.sets else []), self.offset)))
 
     @staticmethod
     def parse(text: str) -> Issued:
         """Inverse of text(); the empty text means that nothing was issued yet."""
-        return Issued(*map(int, text.split(":"))) if text else Issued()
+        step, version, *sets, offset = map(int, text.split(":")) if text else (-1, 0, 0)
+        return Issued(step, version, offset, *sets)
 
 
 def due(*, active_step: int, last_step: int, interval: int, before_train: bool, final: bool) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -273,7 +274,8 @@ class Worker:
                 self._plan(entry, running)
                 live = Live(self._turns, self._leases.admit, entry, running, saves=saves, worlds=self._worlds)
                 self._running[task.sample_id] = live
-                found = await programs.play(live, entry)
+                settle = partial(outcome_of, running=running, vocabulary=self._vocabulary)
+                found = await programs.play(live, self._consumer.attempt(entry), settle)
                 if found != "diverged":
                     break
                 running = programs.restarted(running, "it asked for something else than before")
@@ -287,20 +289,19 @@ class Worker:
         if isinstance(found, str):
             await self._park(entry, running, found)
             return
-        outcome = outcome_of(found, running, self._vocabulary)
         running.mark("ended", context.name, context.clock.wall())
         out = RolloutDone(
             task=task,
-            response=msgspec.structs.replace(outcome.response, marks=tuple(running.marks)),
-            finish=outcome.finish,
+            response=msgspec.structs.replace(found.response, marks=tuple(running.marks)),
+            finish=found.finish,
             worker=context.name,
             resumed_tokens=resumed,
             generate_s=context.clock.monotonic() - began,
             running=running.beside,
-            episode=outcome.episode,
+            episode=found.episode,
         )
         out = await put_aside(context.bus, out)
-        await self._commit(entry, out, running, thrown={"discarded": outcome.discarded, "restarted": running.thrown})
+        await self._commit(entry, out, running, thrown={"discarded": found.discarded, "restarted": running.thrown})
 
     async def _give(self, entry: Entry, task: SampleTask) -> None:
         """A response of the data goes on as it is."""

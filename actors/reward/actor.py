@@ -63,8 +63,9 @@ class RewardRoom:
         )
         remedy = "Mend the scorer, its settings or the labels of the data set."
         self._failing = Row(
-            context.clock.monotonic, "scoring", remedy, most=MOST_FAILED, of=GROUPS_FAILED, patience_s=spec.patience_s
-        )
+            context.clock.monotonic, "scoring", remedy, most=MOST_FAILED, of=GROUPS_FAILED, patience_s=spec.patience_s,
+            spares_s=spec.patience_s or 60.0,
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Until draining. Shutdown: 1 no new entries · 2 samples at work get half of the drain time · 3 what is not done then
@@ -200,10 +201,10 @@ class RewardRoom:
                 taught = [await self._teacher.logprobs(rollout, timeout_s) for rollout in rollouts]
         except (Transient, Poison) as error:
             self._context.count("scorer_failures")
-            self._failing.failed(task.group_id, f"{type(error).__name__}: {error}")
+            self._failing.failed(task.group_id, f"{type(error).__name__}: {error}", task.sample_id)
             if self._failing.for_all:
                 raise NotItsFault(str(error)) from error
-            attempts = entry.deliveries if self._siblings is None else self._siblings.failed(task.group_id)
+            attempts = self._consumer.attempt(entry) if self._siblings is None else self._siblings.failed(task.group_id)
             if isinstance(error, Poison) or attempts <= self._spec.max_retries:
                 raise
             raise Poison(f"attempt {attempts} was the last: {error}") from error

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-from actors.reward.leftovers import end_orphans
 from actors.reward.process import Bystander, NoBoot, VerifierProcess
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed, Value
+from actors.runtime.leftovers import end_orphans
 from actors.runtime.run import Refused
 from bus.errors import InvariantBroken
 

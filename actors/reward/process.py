@@ -14,10 +14,10 @@ import signal
 import sys
 from typing import Self
 
-from actors.reward.leftovers import MARK, end_below, end_marked, new_mark
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed
 from actors.reward.wire import MAX_FRAME_BYTES, Answer, Ask, Cancel, Ready, decode_from_verifier, frame
 from actors.runtime.child import PYTHON
+from actors.runtime.leftovers import MARK, end_below, end_marked, new_mark
 from bus.errors import UNREADABLE, DeadlineExceeded, InvariantBroken
 
 SECRETS = ("MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_ENGINE_TOKEN", "MILES_ASYNC_JUDGE_KEY")

@@ -23,7 +23,8 @@ _TRY_AGAIN = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPSt
 
 def shown(url: str) -> str:
     """An address for errors and dead letters: without credentials."""
-    return str(URL(url).with_user(None).with_query(None))
+    found = URL(url).with_query(None)
+    return str(found.with_user(None) if found.absolute else found)
 
 
 class Service:
@@ -78,11 +79,13 @@ class Service:
             async with self._http.post(
                 url, data=msgspec.json.encode(body), headers=self._headers, allow_redirects=False
             ) as reply:
+                if target := reply.headers.get("Location"):
+                    return reply.status, f"it sends us to {shown(target)}, which is not followed".encode()
                 found = bytearray()
                 async for piece in reply.content.iter_chunked(1 << 16):
                     found += piece
                     if len(found) > self._limit_bytes:
                         break
                 return reply.status, bytes(found)
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a name or port that cannot be
             raise ScorerFailed(f"{who} not reached for {sample_id}: {type(error).__name__}: {error}") from error

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import json
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -21,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
+from actors.runtime.child import adopt_orphans, die_with_parent
 from actors.runtime.contained import contained, text_of
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.miles import reward_of
@@ -30,7 +29,6 @@ from bus.errors import printable
 Hook = Callable[[Any], Any]
 NICE = "MILES_ASYNC_HOOK_NICE"  # variable: how far back such a process stands; unset = as its parent
 ARGS = "MILES_ASYNC_HOOK_ARGS"  # variable: what functions written for Miles find on `args`, JSON
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def tell_args(values: Mapping[str, Any]) -> None:
@@ -59,10 +57,8 @@ def main() -> None:
 
 def _end_with(parent: int) -> None:
     """A hook that holds the interpreter lock for ever must not outlive the actor (Linux; elsewhere the pipe's end must do)."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that leftovers.py finds all that a hook started
+    die_with_parent()
+    adopt_orphans()
     if os.getppid() != parent:
         sys.exit(0)
 

@@ -26,13 +26,19 @@ PYTHON = (sys.executable, "-P", "-m")
 STDERR = 2  # the file itself: what stands in `sys.stderr` need not be one
 STOP_S = 3.0
 LOG_TAIL_BYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent() -> None:
     """In the child: end when the actor dies (Linux; elsewhere the drain must do)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Of a process that runs code of the user's: what loses its parent stays below it, where leftovers.py finds it (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Child:

@@ -76,6 +76,7 @@ class Consumer:
         self._restarts_seen = context.bus.link.server_restarts
         self._retried: dict[tuple[str, str], int] = {}  # attempts here that the server does not know
         self._suspects: list[Entry] = []  # wait for their trial
+        self._spared: list[Entry] = []  # failed as all do now: others have their turn first, whether it works for them
         self._on_trial: set[tuple[str, str]] = set()
         self._ended = asyncio.Event()  # one of those that were given out
 
@@ -154,7 +155,10 @@ class Consumer:
         ready = await self._trial(count)
         if len(ready) >= count or self._alone():
             return ready
-        entries = await self.reader.read(count - len(ready), 0.0 if ready else block_s, wanted)
+        entries = await self.reader.read(count - len(ready), 0.0 if ready or self._spared else block_s, wanted)
+        if not entries and self._spared:
+            entries, self._spared = self._spared[: count - len(ready)], self._spared[count - len(ready) :]
+            entries = [entry for entry in entries if _key(entry) in self.reader.held]
         if self._holds:
             return entries
         suspects = [e for e in entries if self._delivered(e) > TRUSTED and _key(e) not in self._on_trial]
@@ -192,6 +196,10 @@ class Consumer:
             await self.reader.recount((e, self._delivered(e)) for e in begun)
         return begun
 
+    def attempt(self, entry: Entry) -> int:
+        """Which attempt of its handler this is, from 1. What ended the processes that had it before is no failure of its own."""
+        return self._retried.get(_key(entry), 0) + 1
+
     def _delivered(self, entry: Entry) -> int:
         """How often work on it began, by the server's count."""
         return entry.deliveries - self._retried.get(_key(entry), 0)
@@ -222,8 +230,9 @@ class Consumer:
             return None
 
     async def _message(self, entry: Entry) -> Any:
-        if entry.deliveries > self._context.bus.config.max_deliveries and not self._holds:
-            raise Poison(f"delivered {entry.deliveries} times without an acknowledgement")
+        begun = self._delivered(entry)
+        if begun > self._context.bus.config.max_deliveries and not self._holds:
+            raise Poison(f"delivered {begun} times without an acknowledgement")
         message = await self._context.bus.message(entry)
         if fault := fault_of(message, self._vocabulary):
             raise _Faulty(message, f"message on stream {entry.stream.name}: {fault}")
@@ -250,15 +259,16 @@ class Consumer:
     async def failed(self, entry: Entry, message: Any, error: Exception) -> None:
         """Retry with a pause, or dead-letter with whatever must follow."""
         context = self._context
-        decision = decide(error, deliveries=entry.deliveries, max_deliveries=context.bus.config.max_deliveries)
+        decision = decide(error, attempt=self.attempt(entry), most=context.bus.config.max_deliveries)
         if decision.action != "again":
             await self.bury(entry, message, error)
             return
         context.count("retries")
         await context.refusals.add(f"retry/{entry.stream.name}", f"{entry.id}: {error}", kind="tried again")
         await context.clock.sleep(decision.after_s)
+        self._on_trial.discard(_key(entry))  # beside one that is tried alone nothing is read: not even itself again
         if not decision.counted:
-            self.reader.offer([entry])
+            self._spared.append(entry)
             return
         self._retried[_key(entry)] = self._retried.get(_key(entry), 0) + 1
         self.reader.retry_later(entry)

@@ -8,12 +8,14 @@ burn prompts.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Awaitable, Callable
 
 from bus.errors import MilesAsyncError
 
 MOST_KINDS = 64  # told apart; a flood of ever new texts is one kind more
+REMEMBERED = 10_000  # samples that failed before something worked
 Tell = Callable[..., Awaitable[None]]
 
 
@@ -45,26 +47,33 @@ class Refusals:
 
 class Row:
     """Failures in a row. The run ends after `most` of them, over `of` different groups, in no less than `patience_s`.
-    `remedy`: what the operator can do, a sentence."""
+    `remedy`: what the operator can do, a sentence. `spares_s`: how long after the first of a row nobody is to blame."""
 
     def __init__(
-        self, now: Callable[[], float], what: str, remedy: str, *, most: int, of: int = 1, patience_s: float = 0.0
-    ) -> None:
+        self, now: Callable[[], float], what: str, remedy: str, *, most: int, of: int = 1, patience_s: float = 0.0,
+        spares_s: float = math.inf,
+    ) -> None:  # fmt: skip
         self._now = now
         self._what = what
         self._remedy = remedy
         self._most = most
         self._of = of
-        self._patience_s = patience_s
+        self._patience_s, self._spares_s = patience_s, spares_s
         self._began = 0.0
         self.n = 0
         self.groups: set[str] = set()
+        self._samples: set[str] = set()
+        self._before: set[str] = set()  # of rows that are over
 
-    def failed(self, group: str, text: str) -> None:
-        """Once more, for a sample of this group. Raises RunEnds with the text when it is enough."""
+    def failed(self, group: str, text: str, sample: str = "") -> None:
+        """Once more, for a sample of this group. One that is named counts once, and not when it failed before it worked for others:
+        at the end of a batch those that never work are left. Raises RunEnds with the text when it is enough."""
+        if sample in self._before:
+            return
         now = self._now()
         self._began = now if not self.n else self._began
-        self.n += 1
+        self.n += not sample or sample not in self._samples
+        self._samples |= {sample} - {""}
         self.groups.add(group)
         if self.n >= self._most and len(self.groups) >= self._of and now - self._began >= self._patience_s:
             raise RunEnds(
@@ -77,11 +86,15 @@ class Row:
         if self.n:
             self.n = 0
             self.groups.clear()
+            if len(self._before) > REMEMBERED:
+                self._before.clear()
+            self._before |= self._samples
+            self._samples.clear()
 
     @property
     def for_all(self) -> bool:
         """Whether it has failed for so many groups, and worked for nobody since, that none of them is to blame."""
-        return len(self.groups) >= self._of
+        return len(self.groups) >= self._of and self._now() - self._began < self._spares_s
 
 
 def _shape(text: str) -> str:

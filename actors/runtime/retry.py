@@ -21,11 +21,11 @@ class Decision:
     counted: bool = True
 
 
-def decide(error: BaseException, *, deliveries: int, max_deliveries: int) -> Decision:
-    """Transient failures are tried again with growing pauses while deliveries last; everything else is poison."""
-    after_s = min(5.0, 0.05 * 2 ** min(deliveries, 10))
+def decide(error: BaseException, *, attempt: int, most: int) -> Decision:
+    """Transient failures are tried again with growing pauses, `most` attempts in all; everything else is poison."""
+    after_s = min(5.0, 0.05 * 2 ** min(attempt, 10))
     if isinstance(error, NotItsFault):
         return Decision("again", after_s, counted=False)
-    if isinstance(error, Transient) and deliveries < max_deliveries:
+    if isinstance(error, Transient) and attempt < most:
         return Decision("again", after_s)
     return Decision("dead")

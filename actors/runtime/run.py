@@ -2,7 +2,7 @@
 
 Shutdown, in order: 1 SIGTERM, SIGINT or a request on the bus sets `draining` (a second signal ends at once) · 2 the room
 finishes or parks what it holds, within drain_timeout_s (drain.py) · 3 heartbeat and knob follower stop · 4 last vitals ·
-5 connections close.
+5 connections close · 6 what code of the user's started and left ends (leftovers.py).
 
 Exit codes: 10 work done (not 0, which any `sys.exit()` of code that it runs would say) · 11 asked to end, and drained (restart,
 unless the run ends) · 2 refused at start (never restarted) · 65 the run ends with its cause (never restarted) · 70 crashed · 75 the
@@ -29,6 +29,7 @@ import msgspec
 from actors.runtime.contained import contained
 from actors.runtime.context import STOP_WISH, ActorSpec, Context
 from actors.runtime.drain import drain_watch
+from actors.runtime.leftovers import ends_with_us
 from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
 from actors.runtime.refusals import RunEnds
@@ -57,7 +58,7 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
         print(f"actor spec refused: {error}. Actors are started by `miles-async train` or `worker`.", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
     try:
-        code = run_loop(run_actor(spec, room, body))
+        code = run_loop(_alone(spec, room, body))
     except SystemExit as end:  # of a second signal, or of code that this process runs
         last = traceback.extract_tb(end.__traceback__)[-1]
         logging.getLogger(spec.name).error("sys.exit(%r) at %s:%s ended this process", end.code, last.filename, last.lineno)
@@ -68,6 +69,11 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
     except OSError as error:
         logging.getLogger(spec.name).warning("exit status not noted: %s", error)
     sys.exit(code)
+
+
+async def _alone(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
+    async with ends_with_us():
+        return await run_actor(spec, room, body)
 
 
 TELL_EACH_CALL = ("httpx", "httpx2", "openai")

@@ -261,6 +261,8 @@ class Trainer:
         if spec.record:
             record = RecordedBatch(done=done, groups=groups, knobs=self._step_knobs, images=batch.images)
             await self._step_files.write("batch", done.step, path_of(spec.record, done.step), write_record, spec.record, record)
+        if dumped := spec.backend.save_debug_train_data:
+            await self._step_files.wrote("train_data", done.step, dumped, result.undumped)
         self._version = version
         fault_point(context.name, "before_done")
         await self._voice.say(version, done)

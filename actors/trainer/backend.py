@@ -122,7 +122,8 @@ class StepBatch:
 class StepResult:
     """`packing`: positions of samples in each micro-batch, in order. `flags`: reason -> sample ids, counted events.
     `trained_spans`: response tokens with gradient, per sample position and version span of the sample. `shares`: of the weights
-    that the reduction gives to all tokens of its optimizer step, per sample position."""
+    that the reduction gives to all tokens of its optimizer step, per sample position. `undumped`: ranks whose file of trained data
+    could not be written."""
 
     metrics: dict[str, float]
     packing: tuple[tuple[int, ...], ...]
@@ -130,6 +131,7 @@ class StepResult:
     flags: dict[str, list[str]] = field(default_factory=dict)
     shares: Sequence[float] = ()
     skipped: bool = False  # non-finite gradient: weights unchanged, the data kept
+    undumped: int = 0
 
     @property
     def trained_tokens(self) -> list[int]:

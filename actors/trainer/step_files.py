@@ -1,4 +1,5 @@
-"""Files that tell of steps and that no step needs (recorded batches, hashes): what cannot be written costs that file alone.
+"""Files that tell of steps and that no step needs (recorded batches, hashes, trained data): what cannot be written costs that file
+alone.
 
 Reads  nothing    Writes  those files, events    Owns  which of them were told of
 """
@@ -24,11 +25,17 @@ class StepFiles:
         try:
             await asyncio.to_thread(call, *args)
         except OSError as error:
-            self._context.count(f"not_written/{what}")
-            if what not in self._failing:
-                self._failing.add(what)
-                why = error.strerror or str(error)
-                text = f"{what} of step {step} not written to {where}: {why}. Training goes on without; free space there."
-                await self._context.event("not written", text, level="warning", step=step)
+            await self.wrote(what, step, where, 1, error.strerror or str(error))
         else:
+            await self.wrote(what, step, where, 0)
+
+    async def wrote(self, what: str, step: int, where: object, missing: int, why: str = "its ranks' logs say why") -> None:
+        """A kind was written, but for `missing` files."""
+        if not missing:
             self._failing.discard(what)
+            return
+        self._context.count(f"not_written/{what}", missing)
+        if what not in self._failing:
+            self._failing.add(what)
+            text = f"{what} of step {step} not written to {where}: {why}. Training goes on without; free space there."
+            await self._context.event("not written", text, level="warning", step=step)

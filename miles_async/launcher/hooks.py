@@ -14,9 +14,9 @@ from tempfile import TemporaryFile
 
 import msgspec
 
-from actors.reward.leftovers import MARK, end_marked, new_mark
 from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
+from actors.runtime.leftovers import MARK, end_marked, new_mark
 from actors.runtime.rows import value_at
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.config import MegatronConfig

@@ -19,6 +19,7 @@ import psutil
 from actors.runtime.child import PYTHON, Child, log_tail
 from actors.runtime.context import ActorSpec
 from actors.runtime.fork_server import ForkServer
+from actors.runtime.leftovers import end_orphans
 from bus.private import write_secret
 from bus.topology import ROLES
 from miles_async.launcher.supervisor import End, Process, environment_of
@@ -118,7 +119,8 @@ class LocalPlacer:
         """This host stays."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """What actors that were killed left behind ends here: no later one does it."""
+        await asyncio.to_thread(end_orphans)
 
 
 def _content(spec: ActorSpec) -> bytes:

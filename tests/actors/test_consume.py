@@ -17,7 +17,9 @@ from actors.runtime import consume
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.refusals import Row, RunEnds
+from actors.runtime.retry import NotItsFault
 from bus import Bus, Commit, Out
+from bus.errors import Transient
 from bus.knobs.live import LiveKnobs
 from bus.messages.samples import Parked, RolloutLost
 from bus.topology import DEAD, EVENTS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED
@@ -97,6 +99,35 @@ async def test_a_peer_that_takes_over_from_the_dead_counts_on(redis_url: str, ru
         assert "delivered 6 times" in letter.error and await bus.length(PROMPTS) == 0
 
 
+async def test_what_fails_by_itself_after_deaths_has_all_its_attempts(redis_url: str, run_name: str) -> None:
+    """The fourth death made it an entry that is tried alone: it has its further attempts there, and only failures count."""
+    async with open_bus(redis_url, run_name, lease_s=0.2) as bus:
+        await list_open(bus, "g1", n=1)
+        await put(bus, PROMPTS, task(1, 0, n=1))
+        for life in range(bus.config.max_deliveries - 1):
+            consumer = consumer_of(bus, f"w{life}")
+            await consumer.reader.open()
+            consumer.reader.offer(await consumer.reader.claim(0.0))
+            assert len(await consumer.take(1, 0.5)) == 1
+            await consumer.reader.close()
+        last, attempts = consumer_of(bus, "last"), []
+
+        async def handle(entry: Any, message: Any) -> Commit:
+            attempts.append(last.attempt(entry))
+            if len(attempts) < 4:
+                raise NotItsFault("all fails") if len(attempts) == 2 else Transient("away")
+            return Commit(ack=(entry,))
+
+        await last.reader.open()
+        last.reader.offer(await last.reader.claim(0.0))
+        for _ in range(4):
+            [entry] = await last.take(1, 0.5)
+            await last.one(entry, handle)
+        await last.reader.close()
+        assert attempts == [1, 2, 2, 3]
+        assert await bus.length(PROMPTS) == 0 and not await bus.length(DEAD)
+
+
 def test_a_row_ends_the_run_with_its_text_when_it_is_long_wide_and_old_enough() -> None:
     now = [0.0]
     row = Row(lambda: now[0], "scoring", "Mend it.", most=4, of=2, patience_s=10.0)
@@ -143,6 +174,39 @@ async def test_a_reward_function_that_always_raises_burns_no_prompt_and_ends_the
         assert await bus.length(SCORED) == buried
         told = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "tried again"]
         assert len(told) == 1
+
+
+async def test_samples_that_alone_are_left_and_cannot_be_scored_are_given_up_and_the_run_goes_on(
+    redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    """Five of a batch: when all others were scored, the attempts at them in a row ended the run."""
+    (tmp_path / "hook.py").write_text("def hook(sample):\n    return 1 / (int(sample['sample_id'][1]) > 4)\n")
+    spec = room_of(RewardSpec,
+        tokenizer_dir=tokenizer_dir, custom_rm_path=f"{tmp_path}/hook.py:hook", n_workers=2, max_retries=1, patience_s=0.5
+    )
+    async with open_bus(redis_url, run_name, groups=[f"g{i}" for i in range(9)]) as bus:
+
+        async def all_done() -> bool:
+            return await bus.length(SCORED) == 9
+
+        async with running(bus, "reward", reward, spec):
+            await put(bus, ROLLOUTS, *(rollout(i, 0) for i in range(9)))
+            await until(all_done)
+        assert sum(isinstance(m, RolloutLost) for m in await messages(bus, SCORED)) == 5 == await bus.length(DEAD)
+
+
+def test_a_sample_that_fails_again_is_no_further_one_and_none_is_spared_for_ever() -> None:
+    now = [0.0]
+    row = Row(lambda: now[0], "scoring", "Mend it.", most=4, of=2, spares_s=10.0)
+    for again in range(20):
+        row.failed(f"g{again % 3}", "KeyError", f"g{again % 3}/0")
+    assert row.n == 3 and row.for_all
+    now[0] = 10.0
+    assert not row.for_all
+    row.worked()
+    for again in range(20):
+        row.failed(f"g{again % 4}", "KeyError", f"g{again % 4}/0")
+    assert row.n == 1 and row.groups == {"g3"}, "of the others it was known"
 
 
 async def _there(found: list[Any]) -> bool:

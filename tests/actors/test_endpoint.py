@@ -220,6 +220,7 @@ async def test_training_draws_as_the_run_does_and_evaluation_as_asked(chat: Chat
         ({"logit_bias": {"5": 1}}, "logit_bias not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format not supported"),
         ({"tools": [{"type": "function"}]}, "'tools' must be"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": "no"}}]}, "tool 'x' are no JSON schema"),
         ({"max_tokens": "many"}, "body cannot be read"),
         ({"max_tokens": -1}, "max_tokens = -1 is below 0"),
     ],
@@ -250,10 +251,10 @@ async def test_a_key_is_good_for_its_own_episode_and_no_longer(chat: Chat) -> No
 
 
 async def play(
-    chat: Chat, agent: Any, script: Callable[[str], str], *, idle_s: float = 20.0, tokens: int = 4000
+    chat: Chat, agent: Any, script: Callable[[str], str], *, idle_s: float = 20.0, tokens: int = 4000, context: int = 0
 ) -> list[Trajectory]:
     session = ScriptedSession(chat, task(max_new_tokens=tokens, label="3"), script)
-    async with Endpoint(chat, "hermes", lambda name, by=1: None) as endpoint:
+    async with Endpoint(chat, "hermes", lambda name, by=1: None, context=context) as endpoint:
         return await AgentProgram(agent, endpoint, idle_s=idle_s)(session.task, session)
 
 
@@ -309,7 +310,7 @@ async def test_an_agent_that_hangs_raises_or_asks_nothing_is_named(chat: Chat) -
 
     async def silent(*_: Any) -> None: ...
 
-    cases = ((hangs, AgentHangs, "neither called"), (raises, KeyError, "lost"), (silent, Poison, "without a call"))
+    cases = ((hangs, AgentHangs, "neither called"), (raises, KeyError, "lost"), (silent, Poison, "without an answer"))
     for agent, error, says in cases:
         with pytest.raises(error, match=says):
             await play(chat, agent, lambda _: "a", idle_s=0.2)

@@ -24,7 +24,7 @@ from bus.messages.control import EvalDone
 from bus.messages.policy import Finished
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
-from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
+from bus.topology import ACTIVE, DEAD, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, EVENTS, POLICY
 from miles_async.console.lines import plain_line
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
@@ -192,7 +192,35 @@ def test_of_versions_that_made_as_much_the_older_one_names_the_result() -> None:
 
 
 def test_what_was_issued_is_read_again_as_it_was_written() -> None:
-    assert Issued.parse(Issued(3, 4, 200).text()) == Issued(3, 4, 200) and Issued.parse("") == Issued()
+    for one in (Issued(3, 4, 200), Issued(3, 4, 200, 77), Issued()):
+        assert Issued.parse(one.text()) == one and one.text().endswith(f":{one.offset}")
+    assert Issued.parse("") == Issued() and Issued.parse("3:4:200") == Issued(3, 4, 200), "as older processes wrote it"
+
+
+async def test_an_evaluation_that_other_data_sets_began_is_given_up(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    """Resumed with other sets, its samples were counted as those of the sets that have their numbers now."""
+    save_tokenizer(tmp_path, ARITHMETIC)
+    for name, texts in {"old": "123456", "new": "7890"}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"input": text, "label": "1"}) + "\n" for text in texts))
+
+    def spec_of(name: str) -> EvaluatorSpec:
+        data = data_of(path=f"{tmp_path}/{name}.jsonl", input_key="input", label_key="label", tokenizer_dir=str(tmp_path))
+        return room_of(EvaluatorSpec, sets=(EvalSet(name=name, data=data),), num_rollout=LAST)
+
+    span = VersionSpan(1, 0, 2)
+    async with open_bus(redis_url, run_name, knobs={"eval_interval": 1, "has_eval_data": True}) as bus:
+        async with running(bus, "evaluator", run, spec_of("old"), run_dir=str(tmp_path)):
+            await put(bus, ACTIVE, active(0))
+            old = await issued(bus, 6)
+        async with running(bus, "evaluator", run, spec_of("new"), run_dir=str(tmp_path)) as context:
+            await put(bus, EVAL_SCORED, *(answer(t, 1.0, span) for t in old[:5]), lost(old[5]))
+            await put(bus, ACTIVE, active(1))
+            tasks = (await issued(bus, 6 + N))[6:]
+            await put(bus, EVAL_SCORED, *(answer(t, 0.0, span) for t in tasks))
+            [done] = await results(bus)
+            assert (done.name, done.asked, done.metrics["eval/new"], done.n_samples) == ("new", 1, 0.0, N)
+            assert context.counters["evaluation_given_up"] == 6 and not await bus.length(DEAD)
+            assert "given up" in next(m.text for m in await messages(bus, EVENTS) if m.kind == "evaluation")
 
 
 async def test_a_second_score_of_a_sample_counts_once(redis_url: str, run_name: str, tmp_path: Path) -> None:

@@ -363,7 +363,7 @@ async def test_the_service_gets_prompt_response_and_label_and_its_json_is_the_va
         (503, b"later", ScorerFailed, "answered 503 for g1/0: 'later'"),
         (429, b"", ScorerFailed, "answered 429"),
         (400, b"bad", RemoteRefused, "answered 400"),
-        (302, b"", RemoteRefused, "answered 302"),
+        (302, b"", RemoteRefused, "answered 302 for g1/0: 'it sends us to /elsewhere, which is not followed'"),
         (200, b"<html>", ScorerFailed, "answered no JSON"),
         (200, b'{"score": "\xff"}', ScorerFailed, "answered no JSON"),
         (200, b"[" * 100_000, ScorerFailed, "answered no JSON"),
@@ -372,7 +372,8 @@ async def test_the_service_gets_prompt_response_and_label_and_its_json_is_the_va
 )
 async def test_refusals_say_whether_to_try_again(status: int, body: bytes, error: type[Exception], text: str) -> None:
     async def handle(request: web.Request) -> web.Response:
-        return web.Response(status=status, body=body)
+        headers = {"Location": "/elsewhere?key=secret"} if status == 302 else {}
+        return web.Response(status=status, body=body, headers=headers)
 
     async with service(handle) as url, RemoteScorer([url]) as scorer:
         with pytest.raises(error, match=text):
@@ -392,7 +393,8 @@ async def test_a_silent_service_runs_into_the_deadline_and_an_absent_one_is_trie
                 await scorer.score(sample("x"), 0.2)
         silent.set()
     secret = url.replace("//", "//user:secret@") + "?key=secret"
-    async with RemoteScorer([secret]) as scorer:
-        with pytest.raises(ScorerFailed, match="not reached for g1/0") as caught:
-            await scorer.score(sample("x"), 20.0)
+    for absent in ("http://a..b/rm", secret):  # a name that cannot be is one that is not found
+        async with RemoteScorer([absent]) as scorer:
+            with pytest.raises(ScorerFailed, match="not reached for g1/0") as caught:
+                await scorer.score(sample("x"), 20.0)
     assert "secret" not in str(caught.value)

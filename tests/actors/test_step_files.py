@@ -24,9 +24,11 @@ async def test_a_batch_that_cannot_be_recorded_is_told_of_once_until_one_is_agai
         files = StepFiles(context)
         for step, target in enumerate((bad, bad, good, bad), 1):
             await files.write("batch", step, target, write_durably, target, b"data")
+        for step, missing in enumerate((2, 1, 0)):  # ranks that could not write theirs
+            await files.wrote("train_data", step, bad, missing)
         said = [m.text for m in await messages(bus, EVENTS) if m.kind == "not written"]
-    assert [text[:15] for text in said] == ["batch of step 1", "batch of step 4"] and str(bad) in said[0]
-    assert context.counters["not_written/batch"] == 3 and good.read_bytes() == b"data"
+    assert [text[:15] for text in said] == ["batch of step 1", "batch of step 4", "train_data of s"] and str(bad) in said[0]
+    assert context.counters["not_written/batch"] == context.counters["not_written/train_data"] == 3 and good.read_bytes() == b"data"
 
 
 def test_half_a_file_does_not_stay_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -108,3 +109,11 @@ def test_the_format_is_known_from_the_template() -> None:
     assert format_of(f"{D2}") == "deepseek"
     assert format_of('{{- \'{"name": "\' }} "parameters": ') == "llama3"
     assert format_of("nothing of tools") == "hermes"
+
+
+@pytest.mark.parametrize("parameters", [None, {"properties": None}, {"properties": {"a": True}}])
+def test_tools_that_describe_no_parameters_are_called(parameters: Any) -> None:
+    """As clients send them whose tools take none."""
+    tools = [{"type": "function", "function": {"name": "t", "parameters": parameters}}]
+    [call] = parse("<tool_call>t<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "glm", tools)
+    assert (call.arguments, call.error) == ({"a": 1}, "")

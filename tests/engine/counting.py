@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from typing import Any
 
 
@@ -27,6 +28,10 @@ class Counts:
             raise ValueError("no such move")
         if action == "fork":
             return [os.system("true"), 0.0, False]  # noqa: ASYNC221 - it has this process for itself
+        if action == "setsid":  # a helper that is to stay, as a browser's
+            return [int(subprocess.check_output(["setsid", "sh", "-c", "sleep 900 >&- & echo $!"])), 0.0, False]  # noqa: ASYNC221
+        if action == "cat":
+            return [len(subprocess.check_output(["cat"])), 0.0, False]  # noqa: ASYNC221
         if action == "random":
             return [os.urandom(4), 0.0, False]
         self.told += int(action)

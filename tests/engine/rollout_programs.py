@@ -115,6 +115,20 @@ async def cancels(task: Task, session: Session) -> list[Trajectory]:
     raise asyncio.CancelledError
 
 
+async def picky(task: Task, session: Session) -> list[Trajectory]:
+    """Never works for samples of groups h0, h1 and so on."""
+    said = await session.generate(task.prompt)
+    if task.group_id.startswith("h"):
+        raise KeyError("no such file")
+    return [Trajectory(task.prompt, [said])]
+
+
+async def says(task: Task, session: Session) -> Any:
+    """A text, which is also the name of a reason for which samples leave."""
+    await session.generate(task.prompt)
+    return "lease"
+
+
 async def broken(task: Task, session: Session) -> list[Trajectory]:
     raise KeyError("no such tool")
 

@@ -18,6 +18,7 @@ from actors.environments.actor import EnvironmentsSpec, chained
 from actors.environments.actor import run as run_environments
 from actors.generation.rollouts import Session, Task, Trajectory, env
 from actors.generation.spec import GenerationSpec
+from actors.runtime.child import ended, is_alive
 from actors.runtime.context import Context
 from bus import Bus, Out, Tail
 from bus.knobs.live import LiveKnobs
@@ -170,6 +171,24 @@ async def test_an_environment_that_is_lost_is_built_anew_by_the_episodes_own_act
 
 
 @pytest.mark.timeout(90)
+async def test_what_an_environment_starts_reads_no_orders_and_ends_with_it(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """`cat` read the pipe of our orders: the step hung, and was late."""
+    async with house(redis_url, run_name, "calculator") as (bus, _):
+        async with room(bus, tmp_path, environment_timeout_s=10.0):
+            asks = Asks(bus, "c/0")
+            answer = await asks.ask("cat", told=digest(["begun", "c/0"]))
+            assert not answer.error and msgspec.msgpack.decode(answer.answer)[0] == 0
+            asks = Asks(bus, "s/0")
+            answer = await asks.ask("setsid", told=digest(["begun", "s/0"]))
+            pid = msgspec.msgpack.decode(answer.answer)[0]
+            assert is_alive(pid)
+            await bus.append([Out(ENV_CALLS, EnvironmentCall(asked="", sample_id="s/0", task=b"", over=True))])
+            await ended(pid, 20.0)
+            assert not is_alive(pid)
+
+
 async def test_what_an_environment_does_wrong_is_told_with_its_cause(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with house(redis_url, run_name, "calculator") as (bus, _):
         async with room(bus, tmp_path, environment_timeout_s=1.0):

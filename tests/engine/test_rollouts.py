@@ -14,7 +14,7 @@ import pytest
 from actors.generation import turns
 from actors.generation.actor import Worker
 from actors.generation.engine import Engine
-from actors.generation.rollouts import Session, live
+from actors.generation.rollouts import Session, live, programs
 from actors.generation.spec import GenerationSpec
 from actors.runtime import consume
 from actors.runtime.context import Context
@@ -292,6 +292,7 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
         ("leaves", f"{HERE}.leaves on g/0 raised HookRaised: SystemExit: 0 at rollout_programs.py:"),
         ("cancels", f"{HERE}.cancels on g/0 raised HookRaised: CancelledError at rollout_programs.py:"),
         ("flooded", "flooded on g/0 raised ValueError: dump gave 100,000,005 bytes"),
+        ("says", "the rollout program returned 'lease' for g/0, no list of trajectories"),
         ("twice", "is in two trajectories, or twice in one"),
         ("retokenised", "are not what the engine answered"),
         ("cooler", "asks for temperature 0.5, its task has 1.0"),
@@ -325,7 +326,10 @@ async def test_a_generate_function_written_for_miles_is_a_program(redis_url: str
     assert accounts.tokens_generated == rollout.n_made == 5
 
 
-async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str, run_name: str) -> None:
+@pytest.mark.parametrize(("program", "says"), [("broken", "KeyError"), ("invented", "that no call of this session made")])
+async def test_a_program_that_fails_for_every_sample_ends_the_run(
+    redis_url: str, run_name: str, program: str, says: str
+) -> None:
     ended: list[BaseException] = []
 
     async def body(context: Context, spec: GenerationSpec) -> None:
@@ -339,8 +343,28 @@ async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str
     async def over() -> bool:
         return bool(ended)
 
-    async with house(redis_url, run_name, "broken") as (bus, spec):
+    async with house(redis_url, run_name, program) as (bus, spec):
         await put(bus, PROMPTS, *(with_stop(task(f"h{i}")) for i in range(30)))
         async with running(bus, "w0", body, spec):
             await until(over)
-        assert isinstance(ended[0], RunEnds) and "KeyError" in str(ended[0]) and await bus.length(DEAD) < 4
+        assert isinstance(ended[0], RunEnds) and says in str(ended[0]) and await bus.length(DEAD) < 4
+
+
+async def test_samples_that_alone_are_left_and_fail_are_given_up_and_the_run_goes_on(
+    redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five of a batch never work: when all others were done, their own attempts in a row ended the run."""
+    monkeypatch.setattr(programs, "SPARED_S", 0.3)
+    bad = [f"h{i}" for i in range(5)]
+
+    async def given_up() -> bool:
+        return await bus.length(DEAD) == len(bad)
+
+    async with open_bus(redis_url, run_name, groups=("g", *bad)) as bus:
+        await put(bus, PROMPTS, *(with_stop(task(name)) for name in ("g", *bad)))
+        spec = GenerationSpec(engine="external", engine_url="scripted", program=f"{HERE}.picky")
+        async with running(bus, "w0", body_on(Talker()), spec):
+            await until(given_up)
+        assert all("attempt 4 was the last" in letter.error for letter in await messages(bus, DEAD))
+        found = await messages(bus, ROLLOUTS)
+    assert sorted(m.group_id for m in found if isinstance(m, RolloutLost)) == bad and len(found) == 6

@@ -350,5 +350,6 @@ def test_a_step_whose_dump_cannot_be_written_is_done_all_the_same(
 ) -> None:
     (tmp_path / "file").touch()
     backend = make_backend(save_debug_train_data=str(tmp_path / "file" / "{rollout_id}_{rank}.pt"))
-    assert sum(backend.train_step(make_batch(1)).trained_tokens) > 0
+    result = backend.train_step(make_batch(1))
+    assert sum(result.trained_tokens) > 0 and result.undumped == 1
     assert "0_0.pt not written: " in caplog.text

@@ -43,14 +43,15 @@ class AgentProgram:
                 await self._watch(agent, episode)
                 reward = agent.result()
             except Exception:
-                if not episode.spent:  # an agent whose calls are refused as its tokens are used up ends as it likes
+                if not episode.spent:  # an agent whose calls are refused as tokens or context are used up ends as it likes
                     raise
                 reward = None
             finally:
                 agent.cancel()
         found = episode.dialogues.trajectories()
         if not found:
-            raise Poison(f"the agent ended without a call of the model on {task.sample_id}")
+            why = f"; its last call was refused: {episode.refused:.200}" if episode.refused else ""
+            raise Poison(f"the agent ended without an answer of the model on {task.sample_id}{why}")
         if reward is not None:
             found[-1] = msgspec.structs.replace(found[-1], reward=reward)
         return found

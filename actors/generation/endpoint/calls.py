@@ -168,8 +168,8 @@ def _texts_of(name: str, tools: Sequence[Tool]) -> set[str]:
     """Arguments of a tool that are texts by its description."""
     for tool in tools:
         if tool["function"]["name"] == name:
-            properties = tool["function"].get("parameters", {}).get("properties", {})
-            return {key for key, schema in properties.items() if schema.get("type") == "string"}
+            properties = (tool["function"].get("parameters") or {}).get("properties") or {}
+            return {key for key, schema in properties.items() if isinstance(schema, dict) and schema.get("type") == "string"}
     return set()
 
 

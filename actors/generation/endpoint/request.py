@@ -81,6 +81,9 @@ def read(raw: bytes) -> ChatBody:
     for tool in body.offered:
         if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
             raise BadRequest("each of 'tools' must be {'type': 'function', 'function': {'name': ...}}")
+        schema = tool["function"].get("parameters") or {}
+        if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
+            raise BadRequest(f"the parameters of tool {tool['function']['name']!r} are no JSON schema of an object")
     return body
 
 

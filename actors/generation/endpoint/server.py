@@ -25,20 +25,25 @@ from actors.generation.endpoint.toolloop import within
 from actors.generation.rollouts.session import Segment, Session, Task
 from actors.generation.rollouts.stops import Growing
 from actors.runtime.chat import BadChat, Chat
+from actors.runtime.whole import in_thread
 from bus.errors import Poison
 from bus.messages.samples import Sampling
 
 MAX_BODY_BYTES = 64 << 20
+INLINE_BYTES = 200_000  # a larger body is tokenised in a thread: 10 MB of text take 30 s, and a worker that stands still ends
+END_S = 1.0  # episodes are over by then; a call whose body never comes would be waited for longer than a drain may take
 Count = Callable[..., object]
 
 
 class Episode:
-    """One session behind the endpoint. `spent`: it has used up its tokens, and was told so."""
+    """One session behind the endpoint. `spent`: it has used up its tokens, or the context, and was told so at its last call.
+    `refused`: what its last call was told, when it was refused."""
 
     def __init__(self, task: Task, session: Session, chat: Chat, kind: str) -> None:
         self.task, self.session, self.kind = task, session, kind
         self.dialogues = Dialogues(chat)
         self.spent = False
+        self.refused = ""
         self.handlers: set[asyncio.Task[Any]] = set()
         self.answers = 0
         self.heard_at = time.monotonic()
@@ -58,7 +63,7 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=END_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
@@ -93,14 +98,17 @@ class Endpoint:
         """Every failure in the words that clients read."""
         if self._called(request) is None:
             return _error(401, "no episode has this key; it ended, or the key is another's", "invalid_api_key")
+        episode = self._called(request)
         try:
             return await handler(request)
         except (BadRequest, BadMessages, BadChat) as error:
-            self._count("calls_refused")
-            return _error(400, str(error), "invalid_request")
+            text, code = str(error), "invalid_request"
         except Poison as error:
-            self._count("calls_refused")
-            return _error(400, f"the engine can never serve this: {error}", "context_length_exceeded")
+            text, code = f"the engine can never serve this: {error}", "context_length_exceeded"
+        self._count("calls_refused")
+        if episode is not None:
+            episode.refused = text
+        return _error(400, text, code)
 
     def _called(self, request: web.Request) -> Episode | None:
         return self._episodes.get(request.headers.get("Authorization", "").removeprefix("Bearer ").strip())
@@ -110,35 +118,38 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        body = wire.read(await http.read())
+        raw = await http.read()
         episode = self._called(http)
         if episode is None:  # it ended meanwhile
             raise BadRequest("the episode has ended")
-        session, task = episode.session, episode.task
-        if session.left <= 0:
-            episode.spent = True
-            return _error(400, f"the episode has used up its {task.sampling.max_new_tokens} tokens", "context_length_exceeded")
-        messages = plain(body.messages)
-        place = episode.dialogues.place(messages, body.offered)
+        current = asyncio.current_task()
+        assert current is not None
+        episode.handlers.add(current)
+        try:
+            return await self._answered(http, episode, raw)
+        finally:
+            episode.handlers.discard(current)
+            episode.heard_at = time.monotonic()
+
+    async def _answered(self, http: web.Request, episode: Episode, raw: bytes) -> web.StreamResponse:
+        task = episode.task
+        aside = len(raw) > INLINE_BYTES
+        body, place = await in_thread(_placed, episode, raw) if aside else _placed(episode, raw)
+        if episode.session.left <= 0:
+            return _spent(episode, f"the episode has used up its {task.sampling.max_new_tokens} tokens")
         if 0 < self._context <= len(place.tokens):
             self._count("context_used_up")
-            return _error(400, f"{len(place.tokens)} tokens leave no room of {self._context}", "context_length_exceeded")
+            return _spent(episode, f"{len(place.tokens)} tokens leave no room of {self._context}")
         room = within(task.sampling, place.tokens, self._context)
         sampling, overruled = wire.sampling_of(body, room, as_asked=bool(task.eval_name))
         if overruled:
             self._count("sampling_overruled")
         number, episode.answers = episode.answers, episode.answers + 1
         stream = Stream(http, self._model, number, body, sampling.stop or ()) if body.stream else None
-        current = asyncio.current_task()
-        assert current is not None
-        episode.handlers.add(current)
-        try:
-            made = await asyncio.gather(
-                *(self._answer(episode, body, place, sampling, number, index, stream) for index in range(body.n or 1))
-            )
-        finally:
-            episode.handlers.discard(current)
-            episode.heard_at = time.monotonic()
+        made = await asyncio.gather(
+            *(self._answer(episode, body, place, sampling, number, index, stream) for index in range(body.n or 1))
+        )
+        episode.spent, episode.refused = False, ""
         usage = wire.usage_of(len(place.tokens), [segment for segment, _ in made])
         if stream is not None:
             return await stream.end(usage)
@@ -184,6 +195,17 @@ class Endpoint:
 
     def _texts(self, segment: Segment) -> list[str]:
         return [self._chat.decode([token]) for token in segment.tokens]
+
+
+def _placed(episode: Episode, raw: bytes) -> tuple[ChatBody, Place]:
+    """A body, and where its answer goes. Raises BadRequest, BadMessages, BadChat."""
+    body = wire.read(raw)
+    return body, episode.dialogues.place(plain(body.messages), body.offered)
+
+
+def _spent(episode: Episode, text: str) -> web.Response:
+    episode.spent, episode.refused = True, text
+    return _error(400, text, "context_length_exceeded")
 
 
 @asynccontextmanager

@@ -44,9 +44,11 @@ class Stream:
         teller = asyncio.create_task(self._tell(), name="stream of an answer")
         try:
             yield
-        finally:
-            self._new.put_nowait(None)
-            await teller
+        except BaseException:
+            teller.cancel()  # it may wait for a client that does not read
+            raise
+        self._new.put_nowait(None)
+        await teller
 
     async def _tell(self) -> None:
         while (new := await self._new.get()) is not None:

@@ -93,6 +93,8 @@ class Live:
                 if self._worlds is not None and self._world is not None:
                     await self._worlds.over(self.task.sample_id)
                 known = self._running.turns.keys() | self._running.told.keys()
+                if not isinstance(found, list):  # a text would be taken for a reason to leave
+                    raise Poison(f"the rollout program returned {found!r:.100} for {self.task.sample_id}, no list of trajectories")
                 return "diverged" if known - self._asked else found
             self._owner.uncancel()
         finally:

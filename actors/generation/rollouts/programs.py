@@ -6,12 +6,13 @@ letter. One that fails for every sample costs none: they wait, and the run ends 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from actors.generation.rollouts import Program, Trajectory, single
 from actors.generation.rollouts.adapters import program_of
 from actors.generation.rollouts.live import Live
+from actors.generation.rollouts.outcome import Outcome
 from actors.generation.rollouts.watchdog import watch
 from actors.generation.sample import Running
 from actors.generation.turns import Leaves
@@ -21,10 +22,10 @@ from actors.runtime.miles import Decode
 from actors.runtime.refusals import Row
 from actors.runtime.retry import NotItsFault
 from actors.runtime.whole import said
-from bus import Entry
 from bus.errors import Poison, Transient
 
-MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
+MOST_FAILED, GROUPS_FAILED = 16, 4  # samples in a row, and groups among them; then it is not the samples
+SPARED_S = 60.0  # those that fail in a row and are fewer: at the end of a batch only they are left
 MOST_TRIES = 4  # of one sample
 LONGEST_BLOCK_S = 30.0  # of the event loop
 
@@ -58,7 +59,7 @@ class Programs:
         self._deadline_s = deadline_s if (path or program) and not getattr(program, "has_deadline", False) else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
-        self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED)
+        self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED, spares_s=SPARED_S)
 
     async def watch(self) -> None:
         """Watches, until cancelled, that a program of the user's does not hold up the worker."""
@@ -66,25 +67,35 @@ class Programs:
             ends_after_s = max(LONGEST_BLOCK_S, self._context.bus.config.lease_s)
             await watch(self._context.log.error, ends_after_s=ends_after_s)
 
-    async def play(self, live: Live, entry: Entry) -> list[Trajectory] | Leaves:
-        """One run. Raises Transient while attempts are left for what the program raises, then Poison; LeftOut."""
+    async def play(self, live: Live, attempt: int, settle: Callable[[list[Trajectory]], Outcome]) -> Outcome | Leaves:
+        """One run, the `attempt`-th, and what `settle` makes of its trajectories. Raises Transient while attempts are left for what
+        the program raises, then Poison, at once for what it returns and cannot be; LeftOut."""
         try:
             found = await live.play(self._program, self._deadline_s)
-        except (*STOPS, Poison, ProgramFailed, LeftOut):
+            ended = found if isinstance(found, str) else settle(found)
+        except (*STOPS, ProgramFailed, LeftOut):
+            raise
+        except Poison as error:
+            if self._program is not single.rollout:
+                self._failed(live, str(error), error)
             raise
         except Exception as error:  # whatever a program of the user's raises
             if self._program is single.rollout:
                 raise
             text = f"{self._name} on {live.task.sample_id} {said(error, self._deadline_s)}"
             self._context.count("programs_failed")
-            self._failing.failed(live.task.group_id, text)
-            if self._failing.for_all:
-                raise NotItsFault(text) from error
-            if entry.deliveries >= MOST_TRIES:
-                raise Poison(f"attempt {entry.deliveries} was the last: {text}") from error
+            self._failed(live, text, error)
+            if attempt >= MOST_TRIES:
+                raise Poison(f"attempt {attempt} was the last: {text}") from error
             raise ProgramFailed(text) from error
         self._failing.worked()
-        return found
+        return ended
+
+    def _failed(self, live: Live, text: str, error: Exception) -> None:
+        """Raises RunEnds when it fails for all, before that NotItsFault."""
+        self._failing.failed(live.task.group_id, text, live.task.sample_id)
+        if self._failing.for_all:
+            raise NotItsFault(text) from error
 
     def restarted(self, running: Running, why: str) -> Running:
         """The same sample from its start; counted."""

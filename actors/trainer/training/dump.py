@@ -25,10 +25,10 @@ Seen = Mapping[tuple[int, ...], LossInputs]
 """Sample positions of a micro-batch -> its inputs."""
 
 
-def dump(pattern: str, rank: int, batch: StepBatch, steps: Sequence[Seen]) -> None:
+def dump(pattern: str, rank: int, batch: StepBatch, steps: Sequence[Seen]) -> bool:
     """Store `{"rollout_id", "rank", "rollout_data"}`. rollout_data: name -> a list with one value for each sample that the rank
-    trained, in the order of training; of a name with an array, [response_length]. What cannot be written is left out, with a line
-    in the log: the step is done, and other ranks go on."""
+    trained, in the order of training; of a name with an array, [response_length]. What cannot be written (False) is left out, with
+    a line in the log: the step is done, and other ranks go on."""
     data: dict[str, list[Any]] = {}
     for n, seen in enumerate(steps):
         for m, (ids, inputs) in enumerate(seen.items()):
@@ -50,6 +50,8 @@ def dump(pattern: str, rank: int, batch: StepBatch, steps: Sequence[Seen]) -> No
             write_durably(file, buffer.getvalue())
         except OSError as error:
             log.warning("%s not written: %s. Training goes on without; free space there.", file, error.strerror or error)
+            return False
+    return True
 
 
 def _arrays(inputs: LossInputs) -> dict[str, Tensor]:

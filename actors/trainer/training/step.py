@@ -69,6 +69,7 @@ class _Tally:
     skipped: list[StepPlan] = field(default_factory=list)
     seen: list[dict[tuple[int, ...], LossInputs]] = field(default_factory=list)
     """By step, where it is asked for: what the loss of this rank's micro-batches was made of."""
+    undumped: int = 0
 
 
 def settle_objective(config: BackendConfig) -> ObjectiveConfig:
@@ -117,7 +118,8 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
     for step, mine in zip(plan.steps, work, strict=True):
         _one_step(core, cfg, prepared, step, mine, rates, watch, tally)
     if core.config.save_debug_train_data:
-        dump(core.config.save_debug_train_data, core.ranks.rank, batch, tally.seen)
+        done = dump(core.config.save_debug_train_data, core.ranks.rank, batch, tally.seen)
+        tally.undumped = int(core.ranks.total(torch.tensor([not done], dtype=torch.int64)))  # of all stages too
     if (
         tally.updates
         and core.config.ref_update_interval
@@ -351,4 +353,5 @@ def _result(
         flags=flags,
         shares=prepared.shares([step.samples for step in steps]),
         skipped=bool(tally.skipped) and tally.updates == 0,
+        undumped=tally.undumped,
     )
