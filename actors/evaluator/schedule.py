@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import isfinite
+from typing import TypeGuard
 
 import msgspec
 
 from actors.evaluator.estimates import at_k, interval
 from bus.messages.control import EvalDone
 from bus.messages.samples import RolloutLost, Scored
+
+NOT_FINITE = "reward_not_finite"
 
 
 class Issued(msgspec.Struct, frozen=True):
@@ -74,13 +78,19 @@ def result(
     )
 
 
+def _measured(member: Member) -> TypeGuard[Scored]:
+    """Whether it has a reward that can be counted: one NaN would be the mean of all."""
+    return isinstance(member, Scored) and isfinite(member.reward)
+
+
 def losses(members: Sequence[Scored | RolloutLost]) -> str:
-    """How many samples were lost and why, in one line; empty when none was."""
-    lost = [m for m in members if isinstance(m, RolloutLost)]
+    """How many samples were lost and why, in one line; empty when none was. One whose reward is no number is lost too."""
+    lost = [m for m in members if not _measured(m)]
     if not lost:
         return ""
-    reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(m.reason for m in lost).most_common())
-    first = next((m.error for m in lost if m.error), "")
+    why = Counter(m.reason if isinstance(m, RolloutLost) else NOT_FINITE for m in lost)
+    reasons = ", ".join(f"{n} {reason}" for reason, n in why.most_common())
+    first = next((m.error for m in lost if isinstance(m, RolloutLost) and m.error), "")
     return f"{len(lost)} of {len(members)} samples lost ({reasons})" + (f", the first: {first}"[:200] if first else "")
 
 
@@ -88,12 +98,12 @@ def summarize(name: str, by_prompt: Sequence[Sequence[Member]]) -> dict[str, flo
     """Metrics of one data set: mean reward with its confidence interval, pass@k and maj@k, share truncated, share lost, mean
     length. Lost samples count as reward 0; if all are lost there is no mean reward, because nothing was measured."""
     members = [m for of in by_prompt for m in of]
-    scored = [m for m in members if isinstance(m, Scored)]
+    scored = [m for m in members if _measured(m)]
     n = max(1, len(members))
     lost = {f"eval/{name}-lost_ratio": (len(members) - len(scored)) / n}
     if not scored:
         return lost
-    rewards = [[m.reward if isinstance(m, Scored) else 0.0 for m in of] for of in by_prompt]
+    rewards = [[m.reward if _measured(m) else 0.0 for m in of] for of in by_prompt]
     answers = [[(m.answer or "") if isinstance(m, Scored) else "" for m in of] for of in by_prompt]
     low, high = interval(rewards)
     return {

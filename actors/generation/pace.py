@@ -148,10 +148,11 @@ class Pace:
             masked_step=self._masked[0],
             masked=self._masked[1],
         )
-        slots = self._auto.decide(look, self._limits(knobs, load))
+        limits = self._limits(knobs, load)
+        slots = self._auto.decide(look, limits)
         if abs(slots - self._told) > TOLD * self._told:
             said = f"{self._told} -> {slots} samples at once: {self._auto.why}" if self._told else f"{slots} samples at once"
-            await self._context.event("slots", said, slots=slots, why=self._auto.why)
+            await self._context.event("slots", said, slots=slots, why=self._auto.why, most=limits.ceiling)
             self._told = slots
 
     def _limits(self, knobs: KnobValues, load: EngineLoad) -> Limits:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from actors.recorder.records import Record
+from actors.recorder.records import Parts, Record
 
 REWARD = "rollout/raw_reward"
 AVG_STALENESS = "rollout/fully_async/avg_staleness"
@@ -126,6 +126,7 @@ class History:
     _resumed: bool = False
     _dropped: Counter[str] = field(default_factory=Counter)  # since the last step
     _thrown: tuple[int, int] = (0, 0)  # since then
+    _parts: Parts = field(default_factory=Parts)
 
     def fold(self, record: Record) -> None:
         """Take in one record; unknown kinds change only the clock, and a line that lacks something, changed by hand or written by
@@ -153,7 +154,8 @@ class History:
                 if "tokens" in record:  # the filter's; what the trainer gives up is told without
                     samples, tokens = self._thrown
                     self._thrown = (samples + int(record.get("samples", 0)), tokens + int(record["tokens"]))
-                self._drop(str(record["reason"]))
+                if self._parts.is_new(record):
+                    self._drop(str(record["reason"]))
                 self.newest_drops.append(record)
             case "dead":
                 self._hold(self.dead, record)
@@ -192,9 +194,7 @@ class History:
             # The trainer says `restored` before it repeats a step; without that word the line is a repetition.
             return
         gap = wall - self.steps[-1].wall if self.steps else 0.0
-        # A NaN, or an infinity, which JSON does not have, is null in the file. It is as missing here, whoever reads what.
-        found = {str(k): float(v) for k, v in record.get("metrics", {}).items() if v is not None}
-        metrics = Numbers({name: value for name, value in found.items() if math.isfinite(value)})
+        metrics = Numbers(_finite(record))
         n_groups = len(record.get("groups", ()))
         for _, reason in record.get("dropped", ()):
             self._drop(str(reason))
@@ -209,7 +209,7 @@ class History:
         self._dropped[reason] += 1
 
     def _eval(self, record: Record, wall: float) -> None:
-        name, metrics = str(record["name"]), {str(k): float(v) for k, v in record.get("metrics", {}).items()}
+        name, metrics = str(record["name"]), _finite(record)
         score = metrics.get(f"eval/{name}")
         if score is None:
             self.failed_evals[name] = {"error": "nothing was measured", **record}
@@ -244,6 +244,12 @@ class History:
     def evals_of(self, name: str) -> list[Eval]:
         """Evaluations of one set by step; of one done twice, the later."""
         return sorted({e.step: e for e in self.evals if e.name == name}.values(), key=lambda e: e.step)
+
+
+def _finite(record: Record) -> dict[str, float]:
+    """Its metrics. A NaN, or an infinity, which JSON does not have, is null in the file and missing here, whoever reads what."""
+    found = {str(k): float(v) for k, v in record.get("metrics", {}).items() if v is not None}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def history_of(records: Iterable[Record]) -> History:

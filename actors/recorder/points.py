@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.recorder.records import Record
+from actors.recorder.records import Parts, Record
 
 DROPPED = "rollout/dropped/{reason}"
 STALE = "rollout/fully_async/stale_groups_filtered"  # as Miles names it
@@ -33,12 +33,13 @@ class Points:
 
     def __init__(self) -> None:
         self._dropped: Counter[str] = Counter()
+        self._parts = Parts()
         self._used: dict[str, list[float]] = {}
 
     def of(self, record: Record) -> Point | None:
         """The point that a record makes, if any. Raises KeyError, TypeError or ValueError for a line of another shape."""
         kind = record["kind"]
-        if kind == "drop":
+        if kind == "drop" and self._parts.is_new(record):
             self._dropped[str(record["reason"])] += 1
         if kind == "step":
             values = _numbers(record["metrics"])

@@ -43,6 +43,7 @@ from bus.messages.base import Packed, unpack_ints
 from bus.messages.control import USAGE, DeadLetter, EvalDone, Event, KnobPatch
 from bus.messages.groups import GroupVerdict, index_of
 from bus.messages.policy import (
+    ALREADY_TRAINED,
     Checkpointed,
     Finished,
     GroupsGivenUp,
@@ -131,7 +132,8 @@ def _event(m: Event) -> Made:
     if m.kind == "sample":
         return [("sample", dict(m.data))]
     if m.kind == "slots":
-        return [("slots", {"actor": m.actor, "slots": int(m.data.get("slots", 0)), "why": str(m.data.get("why", ""))})]
+        most = {"most": int(m.data["most"])} if "most" in m.data else {}
+        return [("slots", {"actor": m.actor, "slots": int(m.data.get("slots", 0)), "why": str(m.data.get("why", "")), **most})]
     if m.kind == USAGE:
         return [("system", {"source": str(m.data["source"]), "values": {str(k): float(v) for k, v in m.data["values"].items()}})]
     if m.level == "info":
@@ -149,6 +151,7 @@ def _fields(one: SampleTrained) -> Record:
     return {name: value for name, value in values.items() if (name, value) not in (("turns", 1), ("score_s", 0.0))}
 
 
+MOST_PARTED = 4096  # groups, several times as many as are open at once
 OF_A_STEP = ("judged", "trained", "share")
 
 
@@ -170,6 +173,8 @@ def _given_up(m: GroupsGivenUp) -> Made:
     members = _indexes_by_group(m.samples)
     made: Made = []
     for group, reason in m.groups:
+        if reason == ALREADY_TRAINED:  # no drop: a step has them
+            continue
         fields = {"group": group, "prompt": prompts.get(group, ""), "reason": reason, "reissued": m.reissue}
         made.append(("drop", fields | ({"members": members[group]} if group in members else {})))
     return made
@@ -183,6 +188,25 @@ def _knob(m: KnobPatch) -> Made:
 def _dead(m: DeadLetter) -> Made:
     fields = {"stream": m.stream, "sample": m.sample_id, "group": m.group_id, "actor": m.actor, "error": m.error}
     return [("dead", fields)]
+
+
+class Parts:
+    """Tells parts of a group apart from groups: a group that leaves the filter in parts is dropped once for each reason."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], None] = {}  # the newest MOST_PARTED
+
+    def is_new(self, drop: Record) -> bool:
+        """Whether a `drop` is the first of its group for its reason."""
+        if not drop.get("members"):
+            return True
+        key = str(drop.get("group", "")), str(drop["reason"])
+        if key in self._seen:
+            return False
+        self._seen[key] = None
+        if len(self._seen) > MOST_PARTED:
+            del self._seen[next(iter(self._seen))]
+        return True
 
 
 _MAKERS: dict[type, Callable[[Any], Made]] = {

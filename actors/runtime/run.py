@@ -20,9 +20,9 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -41,6 +41,7 @@ from bus.knobs.live import LiveKnobs
 R = TypeVar("R")
 EXIT_DONE, EXIT_DRAINED, EXIT_REFUSED, EXIT_RUN_ENDS = 10, 11, 2, 65
 EXIT_CRASHED, EXIT_BUS_GONE, EXIT_BUS_BACK = 70, 75, 76
+END_AGAIN_S = 30.0  # for what was cancelled to end; engines and processes are ended meanwhile
 
 
 class Refused(MilesAsyncError):
@@ -166,13 +167,15 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
             over.set()
             context.news.set()
 
+    parts = {
+        context.name: work(),
+        "heartbeat": _heartbeat(context, over, drain),
+        "knobs": context.live_knobs.follow(over),
+        "usage": tell_usage(context, over),
+        "drain": drain_watch(context, over),
+    }
     try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(work(), name=context.name)
-            tasks.create_task(_heartbeat(context, over, drain), name="heartbeat")
-            tasks.create_task(context.live_knobs.follow(over), name="knobs")
-            tasks.create_task(tell_usage(context, over), name="usage")
-            tasks.create_task(drain_watch(context, over), name="drain")
+        await together(parts)
     except* Exception as group:
         context.state = "failed"
         context.note = str(_first(group))[:500]
@@ -181,6 +184,37 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
     context.state = "stopped"
     await _last_words(context)
     return EXIT_DRAINED if asked else EXIT_DONE
+
+
+async def together(parts: Mapping[str, Coroutine[Any, Any, None]]) -> None:
+    """All of them until all have ended; when one fails, the others are ended. They are cancelled again and again: `wait_for` of
+    Python 3.11 swallows a cancellation that comes together with what it waits for, and an actor of which a part never ended went on
+    taking work without a heartbeat."""
+    loop = asyncio.get_running_loop()
+    before = asyncio.all_tasks()
+    again: asyncio.TimerHandle | None = None
+
+    def end_all() -> None:
+        nonlocal again
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        again = loop.call_later(END_AGAIN_S, end_all)
+
+    async def part(of: Coroutine[Any, Any, None]) -> None:
+        nonlocal again
+        try:
+            await of
+        except Exception:
+            again = again or loop.call_later(END_AGAIN_S, end_all)
+            raise
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for name, of in parts.items():
+                tasks.create_task(part(of), name=name)
+    finally:
+        if again is not None:
+            again.cancel()
 
 
 async def _heartbeat(context: Context, over: asyncio.Event, drain: Callable[[], None]) -> None:

@@ -17,13 +17,13 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
 from actors.runtime.pictures import Pictures
 from actors.runtime.prompts import DataSpec, Prompt, Prompts, read_apart
-from actors.runtime.run import Refused, RunEnds
+from actors.runtime.run import RunEnds
 from actors.runtime.seeds import seed_for
 from actors.runtime.staleness import rule_of
 from actors.sampler.admission import engine_room, group_credits
 from actors.sampler.order import Cursor, Order
 from actors.sampler.progress import Progress, mask_of
-from bus import Commit, Entry, Guard, Out, Tail
+from bus import Commit, Entry, Guard, Out, Tail, ledger
 from bus.knobs.live import KnobValues
 from bus.messages.base import pack_ints
 from bus.messages.control import CREDITS, ENGINE_SLOTS
@@ -33,6 +33,7 @@ from bus.messages.samples import Picture, SampleTask, Sampling
 from bus.streams.hop import id_key
 from bus.topology import ACTIVE, GROUPS, PARKED, POLICY, PREFIXES, PROMPTS, TAIL, VERDICTS
 
+PROMPT_GONE = "prompt_gone"
 GROUPS_PER_COMMIT = 16
 QUIET_S = 3.0  # without news; then what is held here is compared with the run's list
 LOOK_AGAIN_S = 0.05  # at free slots of engines, which nobody tells the sampler
@@ -166,27 +167,31 @@ class Sampler:
         await self._issue_again()
 
     async def _issue_again(self) -> None:
-        """After the bus was lost and restored from a checkpoint, every open group's samples are gone: put them back.
-        The state field `reissue` says how far this came, so that a kill in between repeats nothing."""
+        """After the bus was lost and restored from a checkpoint, every open group's samples are gone: put them back. Those of a
+        prompt that the data holds no more are dropped. The state field `reissue` says how far this came, so that a kill in between
+        repeats nothing."""
         bus = self._context.bus
         done = await bus.state("reissue")
         if not done.startswith("pending"):
             return
         groups = sorted((await bus.hash_of(bus.keys.open_groups)).items())
+        gone: list[str] = []
         for group_id, raw in groups:
             if group_id <= done.partition(":")[2]:
                 continue
             opened = msgspec.msgpack.decode(raw, type=OpenGroup)
+            then = f"pending:{group_id}"
             row = self._row_of.get(opened.prompt_id)
             if row is None:
-                raise Refused(
-                    f"open group {group_id} is of prompt {opened.prompt_id}, which {self._spec.data.path} does not hold. "
-                    "Give the data set the run began with."
-                )
+                books = ledger.dropped(PROMPT_GONE, len(opened.indexes), 0)
+                await bus.commit(Commit(close_groups=(group_id,), ledger=books, guard=Guard("reissue", done, then)))
+                self._progress.close(group_id)
+                gone.append(opened.prompt_id)
+                done = then
+                continue
             pictures = await self._pictures.put(self._prompts[row]) or ()
             opened = msgspec.structs.replace(opened, blobs=tuple(picture.blob for picture in pictures))
             tasks = self._tasks(opened, self._prompts[row], self._context.knobs, pictures)
-            then = f"pending:{group_id}"
             fault_point(self._context.name, "reissuing")
             outs = [Out(PROMPTS, task) for task in tasks]
             named = {group_id: msgspec.msgpack.encode(opened)} if pictures else {}
@@ -194,7 +199,10 @@ class Sampler:
             await bus.commit(Commit(append=outs, open_groups=named, guard=guard, bounded=True))
             done = then
         await bus.commit(Commit(guard=Guard("reissue", done, "done")))
-        await self._context.event("issued again", f"{len(groups)} groups of a lost bus")
+        await self._context.event("issued again", f"{len(groups) - len(gone)} groups of a lost bus")
+        if gone:
+            text = f"{len(gone)} open groups are of prompts that {self._spec.data.path} holds no more, the first {gone[0]}"
+            await self._context.event("prompts gone", f"{text}; they are dropped", level="warning")
 
     async def _fill(self) -> int:
         """Issue what fits; returns the number of groups issued."""

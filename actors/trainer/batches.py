@@ -20,7 +20,8 @@ from actors.trainer.accounts import consumed_by
 from actors.trainer.backend import StepResult
 from actors.trainer.cut import Cut, Part, cut
 from actors.trainer.intake import Intake
-from bus.errors import BadMessage
+from bus import Commit
+from bus.errors import UNREADABLE, BadMessage
 from bus.knobs.live import KnobValues
 from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.versions import PolicyVersion
@@ -51,15 +52,30 @@ class Drain(msgspec.Struct, frozen=True):
     until: int
 
 
+class Known(msgspec.Struct, frozen=True):
+    """Live settings at the last look, and what drains since one of them was lowered; on the bus, since a trainer that starts again
+    finds open what was admitted under those before. `bound` in steps, -1 = no look yet; `size`: samples of a batch."""
+
+    bound: int = -1
+    size: int = 0
+    rule: Rule = "whole"
+    drain: Drain | None = None
+
+
+STATE_FIELD = "trainer.bound"
+
+
 class Drained(msgspec.Struct):
     """What that has cost."""
 
     tokens: int = 0  # masked
     parts: int = 0  # of groups that these are of
     dropped: int = 0  # samples that had no other tokens
+    since: str = "on the way"
 
     def text(self) -> str:
-        return f"{self.tokens} tokens in {self.parts} parts of groups were masked and {self.dropped} samples given up as too old"
+        masked = f"{self.tokens} tokens in {self.parts} parts of groups were masked"
+        return f"{self.since} {masked} and {self.dropped} samples given up as too old"
 
 
 class Batches:
@@ -71,11 +87,8 @@ class Batches:
         self._interval = interval
         self._lookahead = lookahead
         self._ci_test = ci_test
-        self._bound = -1  # at the last look, in steps; -1 = none yet
+        self._known = Known()
         self._first: int | None = None  # step of the first batch; behind a restored checkpoint more is open than the bound admits
-        self._size = 0  # samples of a batch, then
-        self._rule: Rule = "whole"  # then
-        self._drains: Drain | None = None  # live settings were lowered: more is open than they admit
         self._drained = Drained()
         self._restarts = -1  # of the server, at the last `check`; -1 = none yet, and a replay has none
         self.turned_s = 0.0  # of the last wait, how long the filter took to release what was on its last turn
@@ -194,26 +207,41 @@ class Batches:
 
     async def _hear(self, *, step: int, bound: int, size: int, rule: Rule) -> None:
         """Say so when live settings admit less than is open by now, or promise what those before did not."""
+        if self._known.bound < 0:
+            self._known = await self._remembered()
+            self._drained.since = "since the trainer's start"
+        known, drain = self._known, self._known.drain
         changed: dict[str, str] = {}
-        if 0 <= bound < self._bound:
-            changed["bound lowered"] = f"from {self._bound} to {bound} steps"
-        if size < self._size:
-            changed["batch lowered"] = f"from {self._size} to {size} samples"
-        if self._bound > 0 and rule in PARTING and self._rule not in PARTING:
-            changed["rule changed"] = f"from {self._rule} to {rule}"
-        too_many = max(0, (self._bound + 1) * self._size - (bound + 1) * size)
-        self._bound, self._size, self._rule = bound, size, rule
+        if 0 <= bound < known.bound:
+            changed["bound lowered"] = f"from {known.bound} to {bound} steps"
+        if size < known.size:
+            changed["batch lowered"] = f"from {known.size} to {size} samples"
+        if known.bound > 0 and rule in PARTING and known.rule not in PARTING:
+            changed["rule changed"] = f"from {known.rule} to {rule}"
         if changed:
-            kind, what = next(iter(changed)), ", ".join(changed.values())
-            until = step - (-too_many // size) + bound
-            self._drains, self._drained = Drain(what, step, max(until, self._drains.until if self._drains else 0)), Drained()
+            too_many = max(0, (known.bound + 1) * known.size - (bound + 1) * size)
+            what, until = ", ".join(changed.values()), step - (-too_many // size) + bound
+            drain, self._drained = Drain(what, step, max(until, drain.until if drain else 0)), Drained()
             text = f"{what}: samples that wait past the bound lose tokens until the run has drained to it"
-            await self._context.event(kind, text)
+            await self._context.event(next(iter(changed)), text)
+        await self._remember(Known(bound, size, rule, drain))
+
+    async def _remembered(self) -> Known:
+        """Of the trainer before this one; nothing where that cannot be read, as of another release."""
+        try:
+            return msgspec.json.decode(await self._context.bus.state(STATE_FIELD), type=Known)
+        except UNREADABLE:
+            return Known()
+
+    async def _remember(self, known: Known) -> None:
+        if known != self._known:
+            self._known = known
+            await self._context.bus.commit(Commit(state={STATE_FIELD: msgspec.json.encode(known).decode()}))
 
     async def _promise(self, made: Cut, *, step: int, bound: int, rule: Rule) -> None:
         """Say so when finished samples wait past the bound, which only changed settings or a restored checkpoint explain."""
         self._first = step if self._first is None else self._first
-        explained = self._drains is not None or step <= self._first + bound
+        explained = self._known.drain is not None or step <= self._first + bound
         if rule not in PARTING or not made.left_behind or explained:
             return
         self._context.count("left_behind", made.left_behind)
@@ -227,16 +255,16 @@ class Batches:
         pieces = list(zip(batch.keys, batch.parts, batch.groups, strict=True))
         consumed = consumed_by(pieces, result, step=step, bound=batch.bound)
         self._intake.trained(consumed, step + 1)
-        if self._drains is None:
+        if (drain := self._known.drain) is None:
             return
         aged = [pair for item in consumed for pair in item.aged.values()]
         self._drained.parts += len(aged)
         self._drained.tokens += sum(tokens for _, tokens in aged)
         over = any(part.oldest(step + 1) > batch.bound for part in self._intake.ready.values())
         # What was open when it changed is over the bound, or gone, when so many steps are done.
-        if step >= self._drains.until or (step >= self._drains.since + batch.bound and not over):
-            what, self._drains = self._drains.what, None
-            await self._context.event("bound reached", f"{what}; on the way {self._drained.text()}")
+        if step >= drain.until or (step >= drain.since + batch.bound and not over):
+            await self._context.event("bound reached", f"{drain.what}; {self._drained.text()}")
+            await self._remember(msgspec.structs.replace(self._known, drain=None))
 
 
 def first_groups(untrained: Iterable[OpenGroup], size: int, lookahead: int) -> frozenset[str]:

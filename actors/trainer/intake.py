@@ -25,12 +25,11 @@ from bus.asides import fetched
 from bus.errors import Poison
 from bus.inspect import wall_of
 from bus.messages.groups import GroupKept, OpenGroup, Turned
-from bus.messages.policy import Checkpointed, GroupsGivenUp
+from bus.messages.policy import ALREADY_TRAINED, Checkpointed, GroupsGivenUp
 from bus.topology import GROUPS, POLICY
 
 ACKS_PER_COMMIT = 200
 MALFORMED = "malformed"
-ALREADY_TRAINED = "already_trained"  # said of samples that came again; they count as trained
 SETTLED_KEPT = 512  # entries at least, and those of the newest checkpoint; more than a second's worth
 
 

@@ -176,6 +176,10 @@ class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
         )
 
 
+ALREADY_TRAINED = "already_trained"
+"""Said of samples that came again, so that the sampler frees their credits; they count as trained."""
+
+
 class GroupsGivenUp(Message, frozen=True, kw_only=True, tag="policy.given_up"):
     """Groups, or members of groups, that the trainer dropped outside a step. trainer -> sampler. `samples`: the ids that are
     given up, empty = all of each group. `reissue`: start `prompts` again."""

@@ -40,6 +40,8 @@ Waiting = asyncio.Future[Any]
 _REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED", "NOREPLICAS", "MASTERDOWN")
 _ELSEWHERE = ("READONLY", "UNBLOCKED", "MASTERDOWN")  # of a replica: the primary may be at the same address by now
 _IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): .*?: -(?=[A-Z]+ )")
+STALL_S = 1.0  # by which a wait of ours may outlast what it was to take; more, and this process did not run
+CLOSE_S = 3.0  # for what is queued to a server that does not answer, when nobody waits for it any more
 BATCH = 128  # commands in one pipelined write
 LOGIN = f"Put the user into --bus-url and the password into {PASSWORD} or a file named by {PASSWORD_FILE}."
 JOB_BYTES = 256 * 1024  # bodies in one call of a script: the server serves nobody else meanwhile
@@ -172,6 +174,7 @@ class Link:
         return await self._enqueue(("EVALSHA", script.sha, len(keys), *keys, *args))
 
     async def _write_all(self) -> None:
+        waiting: list[Waiting | list[Waiting]] = []
         try:
             while self._queue:
                 commands, waiting = self._next_batch()
@@ -192,6 +195,12 @@ class Link:
                             future.set_exception(part)
                         else:
                             future.set_result(part)
+        except asyncio.CancelledError:  # closed meanwhile: none is left hanging
+            for left in (*waiting, *(future for _, future in self._queue)):
+                for future in left if isinstance(left, list) else [left]:
+                    future.cancel()
+            self._queue.clear()
+            raise
         finally:
             self._writer = None
 
@@ -272,7 +281,8 @@ class Link:
                 raise reply
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float | None = None) -> T:
-        """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs."""
+        """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs. While this
+        process itself stood still (SIGSTOP, a frozen container) the server had no chance: the deadline begins anew."""
         allowed_s = self.deadline_s if deadline_s is None else deadline_s
         until = self.clock.monotonic() + allowed_s
         pause_s, refused_s = 0.02, 0.0
@@ -287,14 +297,20 @@ class Link:
                 raise translate(error, self.shown) from error
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
                 self._doubted = True
-                if self.clock.monotonic() >= until:
+                now = self.clock.monotonic()
+                if now - began > allowed_s + STALL_S:
+                    until = now + allowed_s
+                if now >= until:
                     why = str(error) or "it hangs"
                     raise BusUnreachable(
                         f"Redis at {self.shown} did not answer for {allowed_s:.0f} s ({why}). Start it or correct "
                         "--bus-url; unacknowledged work is still on the bus and goes on when it is back."
                     ) from error
                 # Jitter only: decides nothing. An attempt that nobody answered was a pause itself.
-                await self.clock.sleep(max(0.02, pause_s * (0.5 + random.random()) - (self.clock.monotonic() - began)))
+                rest_s = max(0.02, pause_s * (0.5 + random.random()) - (now - began))
+                await self.clock.sleep(rest_s)
+                if (woke := self.clock.monotonic()) - now > rest_s + STALL_S:
+                    until = woke + allowed_s
                 pause_s = min(1.0, pause_s * 2)
             except ResponseError as error:
                 if not refuses_writes(error) or self.clock.monotonic() >= until:
@@ -342,8 +358,10 @@ class Link:
         await self.retry(first)
 
     async def close(self) -> None:
-        """Let queued commands finish, then close."""
-        if self._writer is not None:
-            await asyncio.gather(self._writer, return_exceptions=True)
+        """Let queued commands finish, then close. Behind a connection that was lost they are not waited for until the deadline."""
+        if (writer := self._writer) is not None:
+            await asyncio.wait([writer], timeout=CLOSE_S if self._doubted else None)
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
         await self._wire.close()
         await self._bulk.close()

@@ -107,7 +107,7 @@ class Reader:
         keys = [self._bus.keys.stream(stream.name) for stream, _ in limits]
         few = max(1, count // len(limits))
         command = ("XREADGROUP", "GROUP", self._readers, self.me, "COUNT", few, "BLOCK", int(block_s * 1000), "STREAMS", *keys)
-        return await self._take([*command, *[">"] * len(keys)])
+        return await self._take([*command, *[">"] * len(keys)], block_s)
 
     async def unread_s(self, stream: Stream) -> float:
         """Seconds that the oldest entry of a stream has waited without a reader; 0 when there is none."""
@@ -221,8 +221,8 @@ class Reader:
             return []
         return rows
 
-    async def _take(self, command: list[Any]) -> list[Entry]:
-        raw = _by_stream(await self._bus.link.retry(lambda: self._call(command)), self._streams)
+    async def _take(self, command: list[Any], block_s: float = 0.0) -> list[Entry]:
+        raw = _by_stream(await self._bus.link.retry(lambda: self._call(command, block_s)), self._streams)
         found: list[Entry] = []
         for name, rows in raw.items():
             # A server that lost its last second delivers anew what is held here: it is pending again, and that is all.
@@ -241,9 +241,9 @@ class Reader:
             self.held[(stream.name, entry.id)] = entry
         return entries
 
-    async def _call(self, command: list[Any]) -> Any:
+    async def _call(self, command: list[Any], block_s: float) -> Any:
         try:
-            return await self._wire.call(*command)
+            return await self._wire.call(*command, block_s=block_s)
         except ResponseError as error:
             if refuses_writes(error):
                 await self._wire.close()  # a replica by now; the primary may be elsewhere
@@ -296,7 +296,7 @@ class Tail:
             command += ["BLOCK", int(block_s * 1000)]
         keys = [self._bus.keys.stream(s.name) for s in self._streams]
         command += ["STREAMS", *keys, *(self.positions[s.name] for s in self._streams)]
-        reply = await self._bus.link.retry(lambda: self._wire.call(*command))
+        reply = await self._bus.link.retry(lambda: self._wire.call(*command, block_s=block_s))
         rows = _by_stream(reply, self._streams)
         found: list[Entry] = []
         for stream in self._streams:

@@ -22,6 +22,7 @@ _WORDS: dict[str, bytes] = {}  # packed forms of short words; key and field name
 _WORDS_MAX = 512  # most of what comes is ids, which do not come again: a larger one only takes longer to fill
 LARGE = 32 * 1024
 READ_BYTES = 128 * 1024
+OVERDUE_S = 10.0  # of the answer to a blocking read, behind the time that it blocks
 _MORE = object()  # what a parser says that has no whole reply
 
 
@@ -145,9 +146,11 @@ class Wire:
             raise
         return replies
 
-    async def call(self, *command: Any) -> Any:
-        """One command's reply; a refusal is raised."""
-        reply = (await self.exchange((command,)))[0]
+    async def call(self, *command: Any, block_s: float = 0.0) -> Any:
+        """One command's reply; a refusal is raised. `block_s`: that the command itself waits at most. TimeoutError where the reply
+        is long overdue: a server whose clock was set back waits as much longer, and goes on when it is asked anew."""
+        async with asyncio.timeout(block_s + OVERDUE_S if block_s > 0 else None):
+            reply = (await self.exchange((command,)))[0]
         if isinstance(reply, RedisError):
             raise reply
         return reply

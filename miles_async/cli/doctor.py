@@ -3,7 +3,6 @@ lacks of what its settings need (--preflight CONFIG [FLAGS]). Exit status 1 when
 
 import argparse
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_async.cli.options import add_json_option, add_run_options, on_bus, print_json
@@ -34,10 +33,11 @@ def run(args: argparse.Namespace) -> int:
         from miles_async.console.doctor.diagnosis import diagnose
         from miles_async.console.explain import explain
         from miles_async.console.scene import read_scene
+        from miles_async.console.whatif.advice import advise
 
         scene = await read_scene(bus, ref.run_dir)
         slots = sum(a.vitals.slots for a in scene.snapshot.of_role("generation") if a.life == "alive")
-        advice = await asyncio.to_thread(advice_of, ref.run_dir, slots) if ref.run_dir is not None else None
+        advice = await asyncio.to_thread(advise, scene.record, slots=slots) if scene.record is not None else None
         findings = diagnose(scene)
         wrong = [finding for finding in findings if finding.level != "info"]
         if args.as_json:
@@ -74,15 +74,6 @@ def preflight(words: list[str], *, as_json: bool) -> int:
         print(f"{one.level:<5}  {one.what:<{width}}  {one.text}")
     print(f"{wrong} things are wrong" if wrong > 1 else "1 thing is wrong" if wrong else "nothing is wrong")
     return 1 if wrong else 0
-
-
-def advice_of(run_dir: "Path", slots: int = 0) -> "Advice | None":
-    """What the run's own lengths say about its bound; None while they say nothing. `slots`: of all workers, 0 = unknown."""
-    from actors.recorder.file import read_records
-    from actors.recorder.history import history_of
-    from miles_async.console.whatif.advice import advise
-
-    return advise(history_of(read_records(run_dir)), slots=slots)
 
 
 def as_text(scene: "Scene", advice: "Advice | None" = None) -> str:

@@ -18,6 +18,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from miles_async.cli.options import add_json_option, add_run_options, chosen_run, print_json
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from miles_async.console.shadow.plan import ShadowPlan
     from miles_async.console.shadow.units import Source
 
-JUDGE_S = 30.0  # for one group; the run itself gives its filter no deadline
+JUDGE_S = 300.0  # for one group; the run itself gives its filter no deadline
+PATIENCE = 10.0  # times the run's own deadlines: on a busy machine what stands behind the run gets a small part of a core
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +128,9 @@ def _comparer(plan: "ShadowPlan", settings: tuple[RunSettings, RunSettings], mod
     values = {**after.flat.values, **custom_config(after.rollout.custom_config_path)}
     if plan.what == "reward":
         tell_args(values)
-        return Rewards(reward_spec(after, str(model)), after.flat.reward_timeout_s)
+        spec = reward_spec(after, str(model))
+        spec = msgspec.structs.replace(spec, boot_deadline_s=PATIENCE * spec.boot_deadline_s)
+        return Rewards(spec, PATIENCE * after.flat.reward_timeout_s)
     if plan.what == "filter":
         return Filter(after.flat.dynamic_sampling_filter_path, JUDGE_S, values, str(model))
     from miles_async.console.shadow.losses import Losses

@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
 
 async def stop(ref: RunRef, wait_s: float) -> int:
     """Ask it, and wait for its end for at most `wait_s` seconds; 0 when it has ended, else 1. Says so, too."""
-    from bus.errors import BusUnreachable
+    from bus.errors import BusFull, BusUnreachable
 
     pid = certain_launcher(ref)
     try:
         name = await _wish(ref)
-    except BusUnreachable:
+    except (BusUnreachable, BusFull):  # with its disk full, that run above all is to be stopped: its launcher hears a signal
         if pid is None and not living_actors(ref):
             raise
         name = ref.run or ""
@@ -146,6 +146,7 @@ def certain_launcher(ref: RunRef) -> int | None:
     import psutil
 
     from miles_async.console.attach import PID_FILE, launcher_pid
+    from miles_async.launcher.lock import is_kept
 
     pid = launcher_pid(ref.run_dir)
     if ref.run_dir is None or not pid:
@@ -154,7 +155,7 @@ def certain_launcher(ref: RunRef) -> int | None:
         process = psutil.Process(pid)
         written = (ref.run_dir / PID_FILE).stat().st_mtime
         # Clocks of process table and file system agree to a tick or two; a recycled id is younger by far more.
-        ours = process.create_time() <= written + 1.0 and is_ours(process.cmdline())
+        ours = process.create_time() <= written + 1.0 and is_ours(process.cmdline()) and is_kept(ref.run_dir)
     except (psutil.Error, OSError):
         return None
     return pid if ours else None

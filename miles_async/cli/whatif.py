@@ -3,6 +3,7 @@ decides what is issued, trained and dropped; times and lengths are those of the 
 
 import argparse
 import textwrap
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from miles_async.cli.options import add_json_option, add_run_options, chosen_run
 from miles_async.settings.errors import SettingsError
 
 SEEDS = 5
+KEPT = 2000  # newest steps; a simulation looks at a tenth of so many
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -70,12 +72,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
-    """The run's records, and how many of its lines are none."""
-    from actors.recorder.file import FILE, read_records
+    """The run's records since its last KEPT steps, all changes of knobs, and how many of its lines are no records. The record of a
+    week is larger than memory should hold."""
+    from actors.recorder.file import FILE, stream_records
 
     file = run_dir / FILE
     if not file.is_file():
         raise SettingsError(f"the run has no record: {file} is missing", remedy="Its recorder begins it.")
-    records = read_records(run_dir)
+    knobs: list[dict[str, Any]] = []
+    newest: deque[dict[str, Any]] = deque()
+    read = steps = 0
+    for record in stream_records(run_dir):
+        read += 1
+        newest.append(record)
+        steps += record["kind"] == "step"
+        while steps > KEPT:
+            left = newest.popleft()
+            steps -= left["kind"] == "step"
+            knobs += [left] if left["kind"] == "knob" else []
     with file.open("rb") as opened:
-        return records, max(0, sum(line.endswith(b"\n") for line in opened) - len(records))
+        return [*knobs, *newest], max(0, sum(line.endswith(b"\n") for line in opened) - read)

@@ -117,7 +117,10 @@ async def _asked(ref: RunRef) -> tuple[str, Identity | None]:
     try:
         async with asyncio.timeout(ANSWER_DEADLINE_S):
             if ref.run is not None and ref.run_dir is not None:  # whatever else is there
-                return ref.run, await identity_at(ref.bus_url, ref.run)
+                identity = await identity_at(ref.bus_url, ref.run)
+                if identity is not None and _is_elsewhere(ref.run_dir, identity.run_dir):
+                    raise BusUnreachable(_gone(ref, f"that one is kept in {identity.run_dir}, and this folder is a copy"))
+                return ref.run, identity
             known = await runs_on(ref.bus_url)
             name = ref.run or (known[0] if len(known) == 1 else "")
             identity = await identity_at(ref.bus_url, name) if name else None
@@ -147,6 +150,13 @@ async def _asked(ref: RunRef) -> tuple[str, Identity | None]:
     raise SettingsError(
         f"{len(known)} runs on the bus at {where}", remedy=f"Choose with --run: {', '.join(known[:8])}."
     )
+
+
+def _is_elsewhere(folder: Path, kept_in: str) -> bool:
+    """Whether the run on a bus has another folder on this host: what lies in this one, a copy, is not of what runs there. Where it
+    is mounted under another name, as in a container, nothing is known."""
+    known = Path(kept_in)
+    return bool(kept_in) and known.is_dir() and folder.is_dir() and not known.samefile(folder)
 
 
 def _gone(ref: RunRef, why: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from actors.runtime.snapshot import ActorFacts
 from actors.runtime.staleness import rule_of
@@ -127,7 +128,7 @@ def held_up(scene: Scene) -> str:
         )
     if waiting.get("sampler") == CREDITS and busy < slots and not queued:
         return (
-            f"the staleness bound holds prompts back, {sum(stages.values())} of at most {most_open(scene)} groups are open and "
+            f"the staleness bound holds prompts back, {_of_most(scene)} are open and "
             f"{slots - busy} of {slots} slots are free"
         )
     taken = f"{busy} of {slots} slots make" if slots else f"{plural(len(workers), 'worker')} make"
@@ -164,17 +165,48 @@ def drops_text(scene: Scene) -> str:
 
 
 def open_text(scene: Scene) -> str:
-    """`5 groups open of at most 12 (2 in generation, 3 with the trainer), 8 trained and not yet in a checkpoint`."""
+    """`5 groups open of at most 12 (2 in generation, 3 with the trainer), 8 trained and not yet in a checkpoint`; where some are
+    open in part, `5 groups open (...), 33 of at most 96 samples, ...`."""
     where = {"generation": "in generation", "reward": "being scored", "filter": "at the filter", "kept": "with the trainer",
              "nowhere": "in no stream"}  # fmt: skip
-    saved = sum(scene.uncommitted.issuperset(group.sample_ids) for group in scene.places.groups.values())
+    left = _left(scene)
+    saved = sum(not n for n in left.values())
     count = scene.places.stages()
     count["kept"] = max(0, count["kept"] - saved)
     stages = ", ".join(f"{n} {where[stage]}" for stage, n in count.items() if n)
     most = most_open(scene)
-    limit = f" of at most {most}" if most else ""
+    whole = _are_whole(scene, left)
+    limit = f" of at most {most}" if most and whole else ""
     text = plural(sum(count.values()), "group") + f" open{limit}" + (f" ({stages})" if stages else "")
+    text += f", {_of_most(scene)}" if most and not whole else ""
     return text + (f", {saved} trained and not yet in a checkpoint" if saved else "")
+
+
+def _left(scene: Scene) -> dict[str, int]:
+    """By group, its open samples that no step has trained: those that the sampler counts."""
+    left: dict[str, int] = {}
+    for part in scene.places.groups.values():
+        untrained = sum(sample not in scene.uncommitted for sample in part.sample_ids)
+        left[part.group_id] = left.get(part.group_id, 0) + untrained
+    return left
+
+
+def _size(scene: Scene) -> int:
+    """Samples of a group."""
+    return max((part.n_samples for part in scene.places.groups.values()), default=1)
+
+
+def _are_whole(scene: Scene, left: Mapping[str, int]) -> bool:
+    """Whether no group is open in part, so that a count of groups says what a count of samples does."""
+    return all(n in (0, _size(scene)) for n in left.values())
+
+
+def _of_most(scene: Scene) -> str:
+    """`4 of at most 12 groups`, or `33 of at most 96 samples` where groups are open in part."""
+    left = _left(scene)
+    if _are_whole(scene, left):
+        return f"{sum(n > 0 for n in left.values())} of at most {most_open(scene)} groups"
+    return f"{sum(left.values())} of at most {most_open(scene) * _size(scene)} samples"
 
 
 def incomplete_text(group: Incomplete, now: float) -> str:

@@ -105,17 +105,19 @@ class Places(msgspec.Struct, frozen=True):
         return found
 
     def stages(self) -> dict[str, int]:
-        """Open groups and parts by how far their slowest sample is: generation, reward, filter, kept, nowhere."""
+        """Open groups by how far their slowest sample is, whatever parts they left the filter in: generation, reward, filter, kept,
+        nowhere."""
         samples, kept = self.by_sample(), self.kept()
         stage_of = {PROMPTS.name: 1, PREFIXES.name: 1, TAIL.name: 1, PARKED.name: 1, ROLLOUTS.name: 2, SCORED.name: 3}
         names = ("nowhere", "generation", "reward", "filter", "kept")
-        count = dict.fromkeys(names[::-1], 0)
+        slowest: dict[str, int] = {}
         for key, group in self.groups.items():
-            if key in kept:
-                count["kept"] += 1
-                continue
             places = [samples.get(sample) for sample in group.sample_ids]
-            count[names[min((stage_of[p.head.stream] if p else 0 for p in places), default=0)]] += 1
+            stage = 4 if key in kept else min((stage_of[p.head.stream] if p else 0 for p in places), default=0)
+            slowest[group.group_id] = min(stage, slowest.get(group.group_id, stage))
+        count = dict.fromkeys(names[::-1], 0)
+        for stage in slowest.values():
+            count[names[stage]] += 1
         return count
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from actors.recorder.file import read_records
-from actors.recorder.history import History, Step, history_of
+from actors.recorder.file import stream_records
+from actors.recorder.history import History, Step
 from actors.recorder.records import records_of
 from actors.runtime.host import is_stopped
 from actors.runtime.snapshot import Snapshot, read_snapshot, readable
@@ -43,7 +43,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     `first_step`: metrics of the run's first training step, empty where unknown. `news`: events of the last NEWS_S, of
     each kind the newest few (MOST), oldest first, their `wall` the server's. `steps`: those that are still known, oldest
     first. `stopped`: silent actors of this host whose processes are stopped. `dead`: the newest, oldest first;
-    `rows`: data set rows of those that name one."""
+    `rows`: data set rows of those that name one. `record`: what metrics.jsonl says, bounded; None where it is not here."""
 
     snapshot: Snapshot
     places: Places
@@ -62,6 +62,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     stopped: frozenset[str] = frozenset()
     rows: Sequence[str] = ()
     governor: Standing | None = None
+    record: History | None = None
 
     @property
     def over(self) -> bool:
@@ -87,9 +88,10 @@ async def read_scene(
         *(of_late.read(bus), of_late.news(bus, time)),
     )
     first: Mapping[str, float | None] = {}
+    record: History | None = None
     if run_dir is not None:
         first, past = await asyncio.to_thread(_recorded, run_dir)
-        steps = past if len(past) > len(steps) else steps
+        record, steps = past, past.steps if len(past.steps) > len(steps) else steps
     return Scene(
         snapshot=snapshot,
         places=places,
@@ -103,6 +105,7 @@ async def read_scene(
         lease_s=bus.config.lease_s,
         stream_max_bytes=bus.config.stream_max_bytes,
         first_step=first,
+        record=record,
         news=news,
         steps=steps,
         stopped=frozenset(a.vitals.actor for a in snapshot.actors if a.life == "late" and is_stopped(a.vitals)),
@@ -111,11 +114,15 @@ async def read_scene(
     )
 
 
-def _recorded(run_dir: Path) -> tuple[Mapping[str, float | None], list[Step]]:
-    """Metrics of step 1 as it was last done (a run killed before its first checkpoint does it again), and the steps on record."""
-    records = read_records(run_dir)
-    first = next((r for r in reversed(records) if r["kind"] == "step" and r.get("step") == 1), {}).get("metrics")
-    return first if isinstance(first, dict) else {}, history_of(records).steps
+def _recorded(run_dir: Path) -> tuple[Mapping[str, float | None], History]:
+    """Metrics of step 1 as it was last done (a run killed before its first checkpoint does it again), and the record, line by line:
+    that of a week is larger than memory should hold."""
+    first, history = None, History(bounded=True)
+    for record in stream_records(run_dir):
+        history.fold(record)
+        if record["kind"] == "step" and record.get("step") == 1:
+            first = record.get("metrics")
+    return first if isinstance(first, dict) else {}, history
 
 
 class OfLate:

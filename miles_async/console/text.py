@@ -121,6 +121,7 @@ MEANING = {
     "lost_malformed": "a message of the group could not be read",
     "lost_evicted": "the buffer policy gave a parked sample up",
     "lost_cancelled": "the rollout function neither returned the group nor gave it back",
+    "prompt_gone": "its prompt was no more in the data when a lost bus was made anew",
     "malformed": "the trainer could not read a kept group",
     "refused": "the training library could not take the group",
     "outlasted": "its own generation took longer than the staleness bound",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.recorder.file import read_records
+from actors.recorder.file import stream_records
 from actors.recorder.history import history_of
 from bus import Bus
 from bus.dead import drop, find_letter, read_letters, retry
@@ -99,7 +99,7 @@ class Verbs:
         if self._run_dir is None or name not in await asyncio.to_thread(list_runs, self._run_dir.parent):
             raise SettingsError(f"no run {name[:80]!r} beside this one", remedy="/api/runs lists them.")
         folder = self._run_dir.parent / name
-        return await asyncio.to_thread(lambda: whole_run(history_of(read_records(folder))))
+        return await asyncio.to_thread(lambda: whole_run(history_of(stream_records(folder))))
 
 
 def _chosen(run_dir: Path, eval_set: str | None, step: int | None, order: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
@@ -20,7 +21,22 @@ from actors.runtime.context import ActorSpec
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.leftovers import end_orphans
 from bus.private import write_secret
+from bus.topology import ROLES
 from miles_async.launcher.supervisor import End, Process, environment_of
+
+LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
+
+
+def fork_servers() -> dict[str, ForkServer]:
+    """By role, who forks its processes. They load while the start is checked. Torch is loaded ahead only where there is no GPU:
+    its libraries may look for one, and who has done so must not fork."""
+    if sys.platform != "linux":
+        return {}
+    light = ForkServer([f"actors.{role}.actor" for role in LIGHT])
+    servers = dict.fromkeys(LIGHT, light)
+    if not Path("/dev/nvidiactl").exists():
+        servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.core"))
+    return servers
 
 
 class LocalPlacer:

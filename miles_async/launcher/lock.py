@@ -10,11 +10,13 @@ from pathlib import Path
 
 from miles_async.settings.errors import SettingsError
 
+LOCK = "launcher.lock"
+
 
 @contextmanager
 def only_launcher(run_dir: Path, name: str) -> Iterator[None]:
     """Hold `<run_dir>/launcher.lock` while the body runs; SettingsError when a living launcher holds it."""
-    handle = os.open(run_dir / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    handle = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -31,3 +33,18 @@ def only_launcher(run_dir: Path, name: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def is_kept(run_dir: Path) -> bool:
+    """Whether a living launcher of this host holds this folder, and not one of which it is a copy."""
+    try:
+        handle = os.open(run_dir / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False

@@ -16,7 +16,15 @@ from typing import Any
 import psutil
 
 from actors.runtime.run import Refused
-from actors.trainer.batch.memory import GATHERED_BYTES, SHARED_BYTES, SIZES, activation_bytes, gathers, recomputed
+from actors.trainer.batch.memory import (
+    GATHERED_BYTES,
+    SHARED_BYTES,
+    SIZES,
+    WORTH_COMPILING,
+    activation_bytes,
+    gathers,
+    recomputed,
+)
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.layout import Layout, Shape, layout_of, refusals
@@ -289,7 +297,8 @@ class Trainer:
         if self.s.flat.train_backend == "megatron":
             along = layout.tp if layout.sequence_parallel else 1
             return activation_bytes(self.config, tokens, again, fused=True, tp=layout.tp, along=along, flight=flight)
-        fused = p.compile == "on" or (p.compile == "auto" and p.attn_implementation != "sdpa" and self.narrow)
+        auto = p.compile == "auto" and p.attn_implementation != "sdpa" and self.narrow
+        fused = p.compile == "on" or (auto and self.sizes.total >= WORTH_COMPILING)
         return activation_bytes(self.config, tokens, again, fused=fused and not self.s.model.true_on_policy_mode)
 
     def _recomputed(self, layers: int) -> float:

@@ -31,45 +31,32 @@ from actors.runtime.prompts import routed_shape
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED, disk_text
 from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect
-from bus.errors import BusFull, BusUnreachable, BusWentBack
+from bus.errors import BusFull, BusUnreachable, BusWentBack, MilesAsyncError
 from bus.messages.control import ActorState, Event, Vitals
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
-from bus.topology import EVENTS, ROLES
+from bus.topology import EVENTS
 from miles_async.console.lines import banner, starting
 from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
 from miles_async.governor.govern import govern
 from miles_async.launcher.env_report import write_env_report
 from miles_async.launcher.hooks import PROBES
-from miles_async.launcher.local import LocalPlacer
+from miles_async.launcher.local import LocalPlacer, fork_servers
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.place import Place, bus_config
 from miles_async.launcher.plan import actor_spec, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, free_weights, place_of, prepare_bus, token_counter
 from miles_async.launcher.resume import finished_step
-from miles_async.launcher.supervisor import Placer, RunFailed, Supervisor, furthest_step
+from miles_async.launcher.supervisor import ASKED_S, Placer, RunFailed, Supervisor, furthest_step
 from miles_async.settings.redis_need import memory_note, redis_need
 from miles_async.settings.run import RunSettings
 from miles_async.settings.runs import finished_run, write_run_file
 
-LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
 RESTORES = 5  # of a run whose bus came back without it, by one launcher
 AGAIN = "begins again, since it keeps no checkpoints (--no-save)"
 RESUME = "Checkpoints and streams are kept: the same command goes on."
-
-
-def fork_servers() -> dict[str, ForkServer]:
-    """By role, who forks its processes. They load while the start is checked. Torch is loaded ahead only where there is no GPU:
-    its libraries may look for one, and who has done so must not fork."""
-    if sys.platform != "linux":
-        return {}
-    light = ForkServer([f"actors.{role}.actor" for role in LIGHT])
-    servers = dict.fromkeys(LIGHT, light)
-    if not Path("/dev/nvidiactl").exists():
-        servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.core"))
-    return servers
 
 
 def train(settings: RunSettings) -> int:
@@ -218,23 +205,27 @@ class Launcher:
         (self._run_dir / "launcher.pid").write_text(f"{os.getpid()}\n")  # from now on it may be signalled
         failure: RunFailed | None = None
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_aside("view", self._show(feed), supervisor))
+            looks = {"view": self._show(feed), "watchdog": watch(bus, self._stop), "governor": govern(bus, feed, self._stop)}
             if settings.launch.console == "web":
-                tasks.create_task(_aside("web console", self._serve(feed), supervisor))
-            tasks.create_task(_aside("watchdog", watch(bus, self._stop), supervisor))
-            tasks.create_task(_aside("governor", govern(bus, feed, self._stop), supervisor))
+                looks["web console"] = self._serve(feed)
+            beside = [tasks.create_task(_aside(what, work, supervisor)) for what, work in looks.items()]
             tasks.create_task(_aside("placer", placer.follow(self._stop), supervisor))
-            tasks.create_task(self._tell(supervisor))
+            beside.append(tasks.create_task(self._tell(supervisor)))
             if self._embedded is not None:
-                tasks.create_task(_keep_redis(self._embedded, self._stop))
+                tasks.create_task(self._keep_redis(self._embedded))
             watches = {name: asyncio.create_task(supervisor.watch(k)) for name, k in supervisor.kept.items()}
             try:
                 failure = await _until_over(watches, self._asked) or self._lost
             finally:
-                late = await supervisor.drain(timeout_s=settings.launch.drain_timeout_s + 5.0, finishes=self._heard.finishes)
+                late = await supervisor.drain(
+                    timeout_s=settings.launch.drain_timeout_s + 5.0, finishes=self._heard.finishes, records=self._lost is None
+                )
                 await asyncio.gather(*watches.values(), return_exceptions=True)
                 self._stop.set()
                 self._view_over.set()
+                if self._lost is not None:  # each would wait for the bus until its deadline once more
+                    for task in (await asyncio.wait(beside, timeout=ASKED_S))[1]:
+                        task.cancel()
         await placer.close()
         await feed.close()
         for name in late:
@@ -250,7 +241,7 @@ class Launcher:
             else:
                 failure = RunFailed(str(failure), status=1)
         if failure:
-            again = "" if failure.status == EXIT_REFUSED and failure is not self._lost else f" {RESUME}"
+            again = "" if failure.status == EXIT_REFUSED else f" {RESUME}"
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
             return failure.status, 0
         finished = await finished_step(bus, self._place.num_rollout)
@@ -317,8 +308,8 @@ class Launcher:
                     if await bus.state(STOP_WISH):
                         self._end_by_wish()
             except (BusUnreachable, BusFull) as error:
-                status = EXIT_REFUSED if isinstance(error, BusUnreachable) else 1
-                self._lost = self._lost or RunFailed(str(error), status=status)
+                status, then = (EXIT_REFUSED, f" {RESUME}") if isinstance(error, BusUnreachable) else (1, "")
+                self._lost = self._lost or RunFailed(f"{error}{then}", status=status)
                 self._asked.set()
             except BusWentBack as error:
                 self._lost = self._lost or RunFailed(str(error), status=EXIT_BUS_BACK)
@@ -329,6 +320,24 @@ class Launcher:
                 await asyncio.wait_for(self._stop.wait(), 0.5)
             except TimeoutError:
                 continue
+
+    async def _keep_redis(self, embedded: EmbeddedRedis) -> None:
+        """Start the embedded server again when it died; its append-only file brings the streams back. One that cannot be started
+        ends the run, and is named at once: what has to be ended without a bus takes its time."""
+        while not self._stop.is_set():
+            try:
+                await asyncio.wait_for(self._stop.wait(), 0.2)
+            except TimeoutError:
+                if await asyncio.to_thread(embedded.is_alive):
+                    continue
+                try:
+                    await embedded.open()
+                except (MilesAsyncError, OSError) as error:
+                    text = disk_text(error, (str(self._run_dir),)) or str(error)
+                    print(f"note: Redis died and does not start again: {text} All actors end now.", file=sys.stderr, flush=True)
+                    self._lost = self._lost or RunFailed(text, status=EXIT_REFUSED)
+                    self._asked.set()
+                    return
 
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()
@@ -386,13 +395,3 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
 def _peers(name: str, watches: Collection[str]) -> list[str]:
     """Generation workers that can do the work of the one that gave up; nobody can stand in for other actors."""
     return [w for w in watches if w != name and name.startswith(("generation-", "lent-")) and w.startswith("generation-")]
-
-
-async def _keep_redis(embedded: EmbeddedRedis, stop: asyncio.Event) -> None:
-    """Start the embedded server again when it died; its append-only file brings the streams back."""
-    while not stop.is_set():
-        try:
-            await asyncio.wait_for(stop.wait(), 0.2)
-        except TimeoutError:
-            if not await asyncio.to_thread(embedded.is_alive):
-                await embedded.open()

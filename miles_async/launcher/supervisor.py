@@ -215,14 +215,20 @@ class Supervisor:
         peers = [k for k in self.kept.values() if k.spec.role == kept.spec.role and k is not kept]
         return kept.spec.role == "recorder" or any(peer.alive for peer in peers)
 
-    async def drain(self, *, timeout_s: float, finishes: Callable[[str], Awaitable[str]]) -> list[str]:
+    async def drain(
+        self, *, timeout_s: float, finishes: Callable[[str], Awaitable[str]], records: bool = True
+    ) -> list[str]:
         """SIGTERM to all, then SIGKILL to those that do not end in time; returns the names of the latter. The recorder goes
-        last, and has the others' last words on record then. `finishes`: asked by name what an actor says that it finishes; some
-        of that is waited for beyond `timeout_s` (drain.py)."""
+        last, and has the others' last words on record then; where there is no bus for these (`records`), with them. `finishes`:
+        asked by name what an actor says that it finishes; some of that is waited for beyond `timeout_s` (drain.py)."""
         self._stopping.set()
         late: list[str] = []
         for last in (False, True):
-            living = {name: k for name, k in self.kept.items() if (k.spec.role == "recorder") == last and not k.over.is_set()}
+            living = {
+                name: k
+                for name, k in self.kept.items()
+                if (records and k.spec.role == "recorder") == last and not k.over.is_set()
+            }
             obeyed = await asyncio.gather(*(self._end(name, k, timeout_s, finishes) for name, k in living.items()))
             late += [name for name, in_time in zip(living, obeyed, strict=True) if not in_time]
         return late

@@ -70,9 +70,17 @@ def read_run_file(path: Path) -> RunRef:
 
 
 def list_runs(runs_dir: Path) -> list[str]:
-    """Names of the runs in `runs_dir`, newest first."""
-    found = [(path.stat().st_mtime_ns, path.parent.name) for path in runs_dir.glob(f"*/{RUN_FILE}")]
-    return [name for _, name in sorted(found, reverse=True)]
+    """Names of the runs in `runs_dir`, newest first; behind them copies of folders, under other names than the runs."""
+    found = [(_is_own(path), path.stat().st_mtime_ns, path.parent.name) for path in runs_dir.glob(f"*/{RUN_FILE}")]
+    return [name for _, _, name in sorted(found, reverse=True)]
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a run file lies in the folder of the run that it names."""
+    try:
+        return read_run_file(path).run == path.parent.name
+    except SettingsError:
+        return True
 
 
 def find_run(*, run: str | None, runs_dir: Path, bus_url: str | None) -> RunRef:

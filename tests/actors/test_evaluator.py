@@ -130,11 +130,12 @@ async def test_samples_that_were_lost_count_as_wrong_and_are_told(redis_url: str
     async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
         await put(bus, ACTIVE, active(0))
         first, *rest = await issued(bus, N)
-        await put(bus, EVAL_SCORED, lost(first), *(answer(t, 1.0, VersionSpan(1, 0, 2)) for t in rest))
+        rewards = (1.0, 1.0, float("nan"))
+        await put(bus, EVAL_SCORED, lost(first), *(answer(t, r, VersionSpan(1, 0, 2)) for t, r in zip(rest, rewards, strict=True)))
         [done] = await results(bus)
         line, _ = await shown(bus)
-    assert done.metrics["eval/held"] == 0.75 and done.versions == {1: 6}
-    assert line == "eval held at step 0: 75.0% of 4 samples; 1 of 4 samples lost (1 poison)"
+    assert done.metrics["eval/held"] == 0.5 and done.versions == {1: 6}
+    assert line == "eval held at step 0: 50.0% of 4 samples; 2 of 4 samples lost (1 poison, 1 reward_not_finite)"
 
 
 @pytest.mark.parametrize("interval", [0, 2])

@@ -10,6 +10,7 @@ from actors.recorder import samples, trained
 from actors.recorder.actor import Recorder, RecorderSpec, _living
 from actors.recorder.file import FILE, MetricsBusy, MetricsFile, newest_entries, read_records
 from actors.recorder.history import history_of
+from actors.recorder.points import Points
 from actors.recorder.records import records_of
 from actors.recorder.samples import read_samples
 from actors.recorder.trained import append_trained, last_trained, pages_with
@@ -19,7 +20,7 @@ from bus import Bus, Entry, Out
 from bus.knobs.live import LiveKnobs
 from bus.messages.base import pack_ints
 from bus.messages.control import Event
-from bus.messages.policy import Restored, StepDone
+from bus.messages.policy import ALREADY_TRAINED, GroupsGivenUp, Restored, StepDone
 from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, POLICY
 from miles_async.console.lines import plain_line
@@ -164,6 +165,28 @@ def test_a_line_of_the_file_that_lacks_something_is_left_out():
     bent = [{"kind": "step"}, {"kind": "step", "step": "x"}, {"kind": "ledger", "accounts": 3}, {"kind": "drop", "wall": []}]
     history = history_of([*bent, {"kind": "step", "step": 4}])
     assert [s.step for s in history.steps] == [4] and history.left_out == 4
+
+
+def test_a_group_that_is_dropped_in_parts_is_one_dropped_group_wherever_groups_are_counted():
+    drops = [{"kind": "drop", "group": "g1", "reason": "zero_std_1", "members": [n], "samples": 1, "tokens": 3} for n in range(8)]
+    drops += [{**drops[0], "reason": "stale"}, {"kind": "drop", "group": "g2", "reason": "zero_std_1", "samples": 8, "tokens": 24}]
+    lines = [{"wall": 0.0, **line} for line in (*drops, {"kind": "step", "step": 1, "metrics": {}})]
+    history, points = history_of(lines), Points()
+    assert history.drops == history.steps[0].dropped == {"zero_std_1": 2, "stale": 1} and history.steps[0].thrown == (17, 51)
+    [point] = [point for line in lines if (point := points.of(line)) is not None]
+    assert point.values["rollout/dropped/zero_std_1"] == 2.0 and point.values["rollout/dropped/stale"] == 1.0
+
+
+def test_already_trained_is_no_drop():
+    entry = Entry(id="1700000000000-0", stream=POLICY, readers="", fields={}, body=b"", size=0)
+    twice = GroupsGivenUp(groups=(("g1", ALREADY_TRAINED), ("g2", "stale")), samples=("g1/0", "g2/0"))
+    assert [(r["kind"], r["group"], r["reason"]) for r in records_of(entry, twice)] == [("drop", "g2", "stale")]
+
+
+def test_a_number_that_json_does_not_have_costs_its_evaluation_nothing_else():
+    line = {"kind": "eval", "step": 4, "wall": 1.0, "name": "held", "metrics": {"eval/held": 0.5, "eval/held/ci95_low": None}}
+    history = history_of([line])
+    assert [(e.score, dict(e.metrics)) for e in history.evals] == [(0.5, {"eval/held": 0.5})] and history.left_out == 0
 
 
 async def test_what_the_policy_writes_is_kept_in_words(redis_url, run_name, tmp_path):

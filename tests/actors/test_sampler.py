@@ -18,6 +18,7 @@ from actors.runtime.run import RunEnds
 from actors.sampler.actor import SamplerSpec, run
 from actors.sampler.progress import Progress
 from bus import Commit, Reader
+from bus.ledger import check, read_accounts
 from bus.messages.active import PolicyActive
 from bus.messages.control import CREDITS, ENGINE_SLOTS
 from bus.messages.groups import GroupVerdict, OpenGroup
@@ -205,6 +206,29 @@ async def test_open_groups_of_a_lost_bus_are_issued_again(redis_url: str, run_na
         tasks = await messages(bus, PROMPTS)
         assert [(t.sample_id, t.attempt) for t in tasks] == [("g0000004/0", 1), ("g0000004/1", 1)]
         assert await bus.state("reissue") == "done"
+
+
+async def test_an_open_group_whose_prompt_the_data_holds_no_more_is_dropped_and_counted(
+    redis_url: str, run_name: str, data: DataSpec
+) -> None:
+    """Rows may be taken out of the data of a run; that the bus is lost afterwards must not make the old file necessary."""
+    async with open_bus(redis_url, run_name) as bus:
+        at = {"n_samples": 2, "attempt": 1}
+        opened = [OpenGroup(group_id=f"g000000{n}", prompt_id=prompt, **at) for n, prompt in ((3, "p777"), (4, "p3"))]
+        await bus.commit(
+            Commit(
+                open_groups={one.group_id: msgspec.msgpack.encode(one) for one in opened},
+                state={"sampler": "0:4:4@0-0", "reissue": "pending"},
+                ledger={"issued": 4},
+            )
+        )
+        async with running(bus, "sampler", run, spec(data)) as context:
+            await until(lambda: _waits(context))
+        assert [t.sample_id for t in await messages(bus, PROMPTS)] == ["g0000004/0", "g0000004/1"]
+        assert (await read_accounts(bus)).dropped == {"prompt_gone": 2}
+        assert (await check(bus)).closes
+        [said] = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "prompts gone"]
+        assert said.text.startswith("1 open groups are of prompts that") and "the first p777" in said.text
 
 
 async def test_a_filter_that_rejects_everything_ends_with_a_clear_error(

@@ -213,6 +213,24 @@ async def test_a_bound_that_is_lowered_says_what_that_costs(redis_url: str, run_
         await closes(bus)
 
 
+async def test_a_trainer_that_starts_again_still_knows_what_drains(redis_url: str, run_name: str) -> None:
+    """What was admitted under the bound before is open still, and a bound lowered while no trainer ran is one too."""
+    async with open_bus(redis_url, run_name, knobs=SPLIT | {"max_weight_staleness": 4}) as bus:
+        async with trainer_of(bus) as first:
+            await arrive(bus, *(kept(g, 0, 1, 2) for g in range(1, 4)), turned=0)
+            await first.train()
+        await propose(bus, {"max_weight_staleness": 1}, author="me", reason="test")
+        for turned in (1, 2):
+            async with trainer_of(bus) as again:
+                again.step = turned
+                await arrive(bus, kept(4 + turned, 0, 1, 2, step=turned), turned=turned)
+                await until(lambda again=again: _bound(again, 1))
+                await again.train()
+        said = [(m.kind, m.text) for m in await messages(bus, EVENTS) if m.kind in ("bound lowered", "bound reached")]
+    assert [kind for kind, _ in said] == ["bound lowered", "bound reached"]
+    assert said[1][1].startswith("from 4 to 1 steps; since the trainer's start ")
+
+
 async def test_a_group_of_which_parts_are_given_up_is_told_once_for_each_reason(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
         parts = kept(1, 0, known=(0.0, 1.0)), kept(1, 1, known=(0.0, 1.0)), kept(1, 2, known=(0.0, 1.0))

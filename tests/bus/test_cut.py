@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import time
 from typing import Any
 
 import msgspec
 import pytest
 
+from actors.runtime import run as run_module
 from actors.runtime.context import Context
 from actors.runtime.loop import runner
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE, run_actor
@@ -16,9 +20,11 @@ from bus import Bus, BusConfig, Commit, Out, Tail
 from bus.knobs.live import publish_initial
 from bus.messages.control import Event
 from bus.server import EmbeddedRedis
+from bus.streams import wire
+from bus.streams.link import STALL_S
 from bus.streams.redis import LIFE
 from bus.topology import EVENTS
-from tests.actors.house import KNOBS
+from tests.actors.house import KNOBS, until
 from tests.bus.suite.knobs import plain_kinds
 from tests.declared import actor_of
 
@@ -31,9 +37,9 @@ def news() -> Out:
     return Out(EVENTS, Event(actor="a", kind="note", text="", wall=0.0))
 
 
-def close_underneath(wire: Any) -> None:
+def close_underneath(line: Any) -> None:
     """As the network does after a long cut: nobody who holds the connection is told."""
-    wire._connection._writer.transport.abort()
+    line._connection._writer.transport.abort()
 
 
 def test_connections_that_were_closed_underneath_are_dialled_again(private_redis: EmbeddedRedis) -> None:
@@ -44,8 +50,8 @@ def test_connections_that_were_closed_underneath_are_dialled_again(private_redis
             await bus.append([news()], repeatable=True)
             await bus.link.run_many([("PING",)], repeatable=True)
             first = await tail.read(1.0)
-            for wire in (bus.link._wire, bus.link._bulk, tail._wire):
-                close_underneath(wire)
+            for line in (bus.link._wire, bus.link._bulk, tail._wire):
+                close_underneath(line)
             await bus.append([news()], repeatable=True)
             await bus.link.run_many([("PING",)], repeatable=True)
             found = len(first), len(await tail.read(1.0))
@@ -54,6 +60,100 @@ def test_connections_that_were_closed_underneath_are_dialled_again(private_redis
 
     with runner() as loop:
         assert loop.run(body()) == (1, 1)
+
+
+def test_time_in_which_we_stood_still_ourselves_is_not_the_servers(private_redis: EmbeddedRedis) -> None:
+    """Both are stopped, as by a frozen container, for longer than the deadline, and the server wakes a moment later."""
+    pid = private_redis.pid
+    assert pid is not None
+
+    async def body() -> str:
+        async with Bus(config(private_redis, 0.4)) as bus:
+            await bus.commit(Commit(state={"any": "thing"}))
+            os.kill(pid, signal.SIGSTOP)
+            asked = asyncio.ensure_future(bus.state("any"))
+            await asyncio.sleep(0.05)
+            time.sleep(0.4 + STALL_S + 0.2)  # noqa: ASYNC251 - nothing of this process runs
+            asyncio.get_running_loop().call_later(0.1, os.kill, pid, signal.SIGCONT)
+            return await asked
+
+    try:
+        with runner() as loop:
+            assert loop.run(body()) == "thing"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_blocking_read_that_the_server_never_ends_is_asked_anew(
+    private_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose clock is set back by an hour blocks an hour longer. Actors took that for a server that hangs, and all ended."""
+    monkeypatch.setattr(wire, "OVERDUE_S", 0.2)
+
+    async def body() -> int:
+        async with Bus(config(private_redis, 20.0)) as bus:
+            tail = Tail(bus, [EVENTS], start="$")
+            await tail.open()
+            exchange, asked = tail._wire.exchange, 0
+
+            async def first_for_ever(commands: Any) -> Any:
+                nonlocal asked
+                asked += 1
+                words = [b"3600000" if asked == 1 and word == 100 else word for word in commands[0]]
+                return await exchange([tuple(words)])
+
+            tail._wire.exchange = first_for_ever  # type: ignore[method-assign]
+            assert await tail.read(0.1) == []
+            await tail.close()
+            return asked
+
+    with runner() as loop:
+        assert loop.run(body()) == 2
+
+
+def test_what_swallows_a_cancellation_is_cancelled_again(private_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `wait_for` of Python 3.11 may: a worker without heartbeat went on activating versions for ever."""
+    monkeypatch.setattr(run_module, "END_AGAIN_S", 0.05)
+
+    async def work(context: Context, _: None) -> None:
+        await asyncio.to_thread(private_redis.kill)
+        swallowed = False
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if swallowed:
+                    raise
+                swallowed = True
+
+    async def body() -> int:
+        async with Bus(config(private_redis, 5.0)) as bus:
+            await publish_initial(bus, KNOBS, plain_kinds(KNOBS))
+        async with asyncio.timeout(60):
+            return await run_actor(actor_of(name="a", role="generation", bus=config(private_redis, 0.3)), None, work)
+
+    with runner() as loop:
+        assert loop.run(body()) == EXIT_BUS_GONE
+
+
+def test_what_is_queued_to_a_server_that_is_gone_does_not_hold_up_the_close(private_redis: EmbeddedRedis) -> None:
+    """Whose caller waits all the same hears of it."""
+
+    async def body() -> list[object]:
+        async with asyncio.timeout(60):
+            async with Bus(config(private_redis, 3600.0)) as bus:
+                await bus.state("any")
+                private_redis.kill()
+                asked = [asyncio.ensure_future(bus.state("any")) for _ in range(2)]
+
+                async def doubted() -> bool:
+                    return bus.link._doubted
+
+                await until(doubted)
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    with runner() as loop:
+        assert [type(one) for one in loop.run(body())] == [asyncio.CancelledError] * 2
 
 
 def test_the_address_of_a_connection_is_told_and_a_socket_has_none(private_redis: EmbeddedRedis) -> None:

@@ -16,11 +16,10 @@ import msgspec
 from actors.sampler.actor import Position
 from actors.sampler.order import permutation
 from actors.trainer.checkpoint import latest
-from actors.trainer.intake import ALREADY_TRAINED
 from actors.trainer.record import read_record
 from bus import Bus, ledger
 from bus.messages.groups import OpenGroup
-from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, Restored, StepDone
+from bus.messages.policy import ALREADY_TRAINED, Checkpointed, Finished, GroupsGivenUp, Restored, StepDone
 from bus.messages.versions import staleness
 from bus.topology import EVAL_RESULTS, POLICY, VERDICTS
 from tests.crash.house import Run

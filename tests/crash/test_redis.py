@@ -153,6 +153,31 @@ def test_it_comes_back_as_it_was_long_ago(kept: int, run_of: Launch) -> None:
     assert ("came back older" in run.output()) == (kept == 1)
 
 
+@pytest.mark.slow
+def test_its_file_is_damaged_when_it_dies(run_of: Launch) -> None:
+    """The cause and the remedy are told at once and in the last line, there is a report, and the remedy is one."""
+
+    def damaged(files: Path) -> None:
+        for file in files.glob("*.aof"):
+            file.write_bytes(b"no such command\n" + file.read_bytes())
+
+    run = run_of({"rollout": {"num_rollout": 60}, "launch": {"report": True}})
+    run.start()
+    run.until_step(3)
+    run.until("a checkpoint", lambda: run.saved() > 0)
+    came_back(run, damaged)
+    assert run.join() == 2
+    said = run.output().splitlines()
+    [note] = [line for line in said if line.startswith("note: Redis died and does not start again")]
+    [last] = [line for line in said if "ended with status 2" in line]
+    assert "All actors end now" in note and "Move the folder redis" in last and RESUME not in last
+    assert (run.dir / "report.html").is_file() and said[-1].startswith("report: ")
+    shutil.rmtree(run.dir / "redis")
+    run.start()
+    run.finish()
+    judge(run, whole_policy=False)
+
+
 REFUSALS = {
     "out of memory": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
     "read-only": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")),

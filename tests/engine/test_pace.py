@@ -115,7 +115,7 @@ async def test_a_masked_share_above_the_one_allowed_lowers_the_slots(
             return await has(4)
 
         await until(lowered, deadline_s=40)
-        assert (await events(bus, "slots"))[-1].data == {"slots": 4, "why": "masked share"}
+        assert (await events(bus, "slots"))[-1].data == {"slots": 4, "why": "masked share", "most": 16}
 
 
 async def test_a_sample_tells_how_many_ran_beside_it_on_average_over_its_tokens(

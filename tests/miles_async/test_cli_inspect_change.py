@@ -1,16 +1,25 @@
 """The commands that change something: dead letters, knobs, stop; and the doctor that asks for it."""
 
+import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
+from redis import Redis
 
 from actors.recorder.history import History
+from bus.identity import Identity, write_identity
 from bus.knobs.live import read_history
 from bus.messages.control import Event
 from bus.topology import DEAD, EVENTS, POLICY, PROMPTS, SCORED
+from miles_async.cli.stop import certain_launcher
+from miles_async.console import attach
 from miles_async.console.lines import plain_line
-from tests.miles_async.console_data import ROOMS, task, vitals
+from miles_async.launcher.lock import LOCK
+from miles_async.settings.runs import RunRef, list_runs
+from tests.miles_async.conftest import Run
+from tests.miles_async.console_data import ROOMS, Story, task, vitals
 
 DEADLINE_S = 20.0
 
@@ -225,35 +234,63 @@ def test_the_doctor_fails_when_something_is_wrong(whole):
 # -- stop ---------------------------------------------------------------------------------------------------------------
 
 LAUNCHER = """
-import signal, sys, time
+import fcntl, signal, sys, time
+lock = open(sys.argv[2], "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print("miles launcher", flush=True)
 time.sleep(60)
 """
 
 
-def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole, tmp_path):
+@contextmanager
+def launcher_of(run, tmp_path):
+    """A process that holds the run's folder as a launcher does, and ends when it is asked."""
     script = tmp_path / "miles-async"
     script.write_text(LAUNCHER)
-    child = subprocess.Popen([sys.executable, str(script), "train"], stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, str(script), "train", str(run.dir / LOCK)]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "miles launcher"
-        (whole.dir / "launcher.pid").write_text(f"{child.pid}\n")
+        (run.dir / "launcher.pid").write_text(f"{child.pid}\n")
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_stop_ends_the_launcher_of_this_host_and_waits_for_it(whole, tmp_path):
+    with launcher_of(whole, tmp_path) as child:
+        whole.tell(lambda story: write_identity(story.bus, Identity(run=whole.name, run_dir=str(whole.dir))))
+        copy = whole.dir.with_name("copy")
+        shutil.copytree(whole.dir, copy)
+        status, _, err = whole.ask("stop", "--run", "copy", "--wait", "5")
+        assert status == 2 and f"that one is kept in {whole.dir}, and this folder is a copy" in err
+        assert certain_launcher(RunRef(whole.name, whole.url, copy)) is None and child.poll() is None
+        assert list_runs(whole.runs_dir) == [whole.name, "copy"], "the newest run is not a copy of it"
         status, out, err = whole.ask("stop", "--wait", "20")
         assert status == 0
         assert "has stopped" in out
         assert f"launcher {child.pid} was asked to stop" in err
         assert child.wait(DEADLINE_S) == 0
-    finally:
-        child.kill()
-        child.communicate()
 
     async def wish(story):
         events = [await story.bus.message(e) for e in await story.bus.last(EVENTS, 3)]
         return [e.kind for e in events if isinstance(e, Event)]
 
     assert "stop requested" in whole.tell(wish)
+
+
+def test_stop_needs_no_bus_that_takes_writes_where_the_launcher_is(private_redis, tmp_path, capsys, monkeypatch):
+    """A disk that is full is a reason to stop the run."""
+    monkeypatch.setattr(attach, "ANSWER_DEADLINE_S", 0.3)
+    run = Run(private_redis.url, "full", tmp_path, capsys)
+    run.tell(Story.begin)
+    with Redis.from_url(private_redis.url) as server, launcher_of(run, tmp_path) as child:
+        server.config_set("maxmemory", 1)
+        status, out, _ = run.ask("stop", "--wait", "20")
+        assert status == 0 and "has stopped" in out and child.wait(DEADLINE_S) == 0
 
 
 def test_stop_touches_no_process_that_is_not_certainly_the_launcher(whole):

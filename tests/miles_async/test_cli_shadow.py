@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -171,6 +172,17 @@ def test_of_a_finished_run_batches_or_texts_are_compared(settled, tmp_path) -> N
     ):
         status, out, err = shadow(settled, table)
         assert (status, err) == (0, "") and "1 recorded batches" in out and said in out
+
+
+def test_what_stands_behind_the_run_for_cores_has_more_time_than_the_run_gives_its_own(settled, tmp_path) -> None:
+    write_run_file(settled.dir, run=settled.name, bus_url=settled.url, finished=3)
+    text = readable(scored(1, 0, 1.0), Words(str(tmp_path / "model")).decode) | {"step": 1}
+    (settled.dir / "samples.jsonl").write_bytes(msgspec.json.encode(text) + b"\n")
+    (tmp_path / "slow_rewards.py").write_text("import time\n\ndef slow(sample):\n    time.sleep(0.4)\n    return 1.0\n")
+    file = settled.dir / "settings.toml"
+    file.write_text(re.sub(r"reward_timeout_s = \S+", "reward_timeout_s = 0.3", file.read_text()))
+    status, out, err = shadow(settled, f'what = "reward"\ncustom_rm_path = "{tmp_path}/slow_rewards.py:slow"')
+    assert (status, err) == (0, "") and "1 of 1 pair equal" in out and "late" not in out
 
 
 def _said(index: int, word: str):

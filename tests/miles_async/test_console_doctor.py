@@ -12,7 +12,7 @@ from bus.messages.control import CREDITS, ENGINE_SLOTS, Event
 from bus.messages.groups import GroupVerdict
 from bus.topology import EVENTS, PROMPTS, VERDICTS
 from miles_async.console.doctor.diagnosis import diagnose
-from miles_async.console.explain import explain, open_text
+from miles_async.console.explain import explain
 from miles_async.console.scene import read_scene
 from miles_async.console.server import parse_info
 from miles_async.console.watchdog import watch
@@ -255,42 +255,6 @@ async def test_a_sampler_that_waits_for_engines_is_not_said_to_wait_for_credits(
 
 
 @pytest.mark.parametrize(
-    ("knobs", "most"),
-    [
-        ({"max_weight_staleness": 0, "over_sampling_batch_size": 24}, 24),
-        ({"max_weight_staleness": 2, "over_sampling_batch_size": 24}, 12),
-        ({"max_weight_staleness": 2, "update_weights_interval": 2}, 24),
-        ({"max_weight_staleness": 2, "staleness_policy": "wait", "staleness_lookahead": 4}, 8),
-        ({"max_weight_staleness": 2, "staleness_policy": "auto", "staleness_lookahead": 4}, 12),
-    ],
-)
-async def test_as_many_groups_may_be_open_as_the_sampler_lets(redis_url, run_name, knobs, most):
-    async with timeless(redis_url, run_name) as bus:
-        await Story(bus).whole()
-        scene = msgspec.structs.replace(await read_scene(bus), knobs={"rollout_batch_size": 4} | knobs)
-    assert f" open of at most {most}" in open_text(scene)
-
-
-async def test_groups_trained_since_the_checkpoint_hold_no_slot(redis_url, run_name):
-    async with Bus(config(redis_url, run_name)) as bus:
-        story = Story(bus)
-        await story.begin()
-        await story.issue("g1", "g2")
-        await story.generate()
-        await story.score()
-        await story.judge("g1")
-        await story.judge("g2")
-        await story.train(1, "g1", durable=False)
-        await story.alive(vitals("sampler", waits_for=CREDITS, waits_since=time.time()))
-        scene = await read_scene(bus)
-    assert scene.uncommitted == {"g1/0", "g1/1"}
-    assert (
-        ": 1 group open of at most 4 (1 with the trainer), 1 trained and not yet in a checkpoint"
-        in dict(explain(scene))["sampler"]
-    )
-
-
-@pytest.mark.parametrize(
     ("change", "rule", "said"),
     [
         ({"maxmemory_policy": "allkeys-lru"}, "eviction", "allkeys-lru"),
@@ -369,6 +333,11 @@ async def test_the_first_step_is_read_from_the_runs_folder(redis_url, run_name, 
         await Story(bus).whole()
         assert (await read_scene(bus, tmp_path)).first_step == {"train/loss": 2.0}
         assert (await read_scene(bus, tmp_path / "nowhere")).first_step == {}
+        more = [{"kind": "step", "step": n, "metrics": {"train/loss": 3.0}} for n in range(3, 4000)]
+        (tmp_path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (*lines, *more)))
+        scene = await read_scene(bus, tmp_path)
+        assert scene.first_step == {"train/loss": 2.0} and scene.steps[-1].step == 3999
+        assert scene.record is not None and len(scene.record.steps) < 2500, "a record of 50,000 steps took two gigabytes"
 
 
 async def test_a_launcher_that_is_gone_is_named_with_what_goes_on_without_it(redis_url, run_name):

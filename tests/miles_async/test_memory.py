@@ -111,6 +111,15 @@ def test_peaks_are_estimated_as_they_were_measured(shape: str, flags: str, gib: 
     assert (trainer.bytes() + trainer.activations(tokens)) / GIB == pytest.approx(gib, rel=0.04)
 
 
+def test_layers_of_a_model_that_auto_does_not_compile_keep_what_plain_ones_do(tmp_path: Path) -> None:
+    def kept(flags: str, millions: int) -> int:
+        settings = made(tmp_path, flags=f"{ON_GPU} {flags}").settings
+        return Trainer(settings, Sizes(millions * 1_000_000), config_of("0.6b"), H200).activations(1024)
+
+    assert kept("", 99) == kept("--compile off", 99) > kept("--compile on", 99)
+    assert kept("", 100) == kept("--compile on", 100)
+
+
 def test_two_ranks_of_fsdp_are_estimated_by_what_they_share(tmp_path: Path) -> None:
     """28.0 GiB were measured when gradients were held whole and weights gathered layer by layer, between the two."""
     found = []

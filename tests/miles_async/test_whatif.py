@@ -11,6 +11,7 @@ import pytest
 from actors.generation.slots import Limits
 from actors.recorder.file import FILE
 from miles_async.cli.app import main
+from miles_async.cli.whatif import KEPT, _read
 from miles_async.console.whatif import compare, comparison, recorded, sound, text
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import initial_values
@@ -175,6 +176,26 @@ def test_slots_that_the_run_finds_are_found_in_the_simulation_too(monkeypatch):
     fixed = compare(seen, {"sglang_server_concurrency": 48, "max_masked_fraction": None}, seeds=1)
     assert "Asked: sglang_server_concurrency auto -> 48, max_masked_fraction 0.001 -> none" in text(fixed)
     assert "slots" not in fixed.then
+
+
+def test_engines_that_run_fewer_at_once_than_the_settings_allow_are_simulated_as_such():
+    lines = record()
+    lines[0]["values"] |= {"sglang_server_concurrency": 0, "sglang_concurrency_max": None}
+    lines.append({"kind": "slots", "wall": 101.0, "actor": "w0", "slots": 24, "why": "", "most": 48})
+    seen = recorded(lines)
+    assert seen.knobs.auto.ceiling == 48  # of an engine that somebody else started, not ours
+    assert comparison.changed(seen, {"max_weight_staleness": 3}).auto.ceiling == 48
+    assert comparison.changed(seen, {"sglang_concurrency_max": 32}).auto.ceiling == 32
+    lines[-1]["most"] = 512
+    assert comparison.changed(recorded(lines), {"sglang_concurrency_max": 700}).auto.ceiling == 700
+
+
+def test_of_a_long_run_what_is_looked_at_is_held_and_every_change_of_knobs(tmp_path):
+    """All of a record of 50,000 steps took two gigabytes."""
+    lines = [{"kind": "knob", "epoch": 0}, *({"kind": kind, "step": n} for n in range(KEPT + 9) for kind in ("step", "drop"))]
+    (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines) + "no record\n")
+    records, damaged = _read(tmp_path)
+    assert damaged == 1 and records == [lines[0], *lines[2 * 9 :]]
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

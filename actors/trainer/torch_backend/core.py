@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from actors.runtime.run import Refused
 from actors.runtime.vision import Vision, family_of, vision_of
 from actors.trainer.backend import BackendConfig, TorchConfig
-from actors.trainer.batch.memory import SIZES, activation_bytes, gathers, recomputed
+from actors.trainer.batch.memory import SIZES, WORTH_COMPILING, activation_bytes, gathers, recomputed
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
 from actors.trainer.torch_backend import attention, experts
@@ -55,7 +55,6 @@ from actors.trainer.training.state import (
 from actors.trainer.training.step import settle_objective
 
 log = logging.getLogger(__name__)
-WORTH_COMPILING = 100_000_000  # parameters; on an H200 compiling took 4 to 12 s, a step of a tiny model 0.06
 
 
 class Core(Passes):

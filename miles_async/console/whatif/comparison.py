@@ -56,7 +56,8 @@ def changed(recorded: Recorded, patch: Mapping[str, Any]) -> Knobs:
     stood, found = {str(error) for error in [*_broken(before), *_broken(before.changed(workers))]}, Refusals()
     found.found = [error for error in _broken(after) if str(error) not in stood]
     found.raise_all()
-    return knobs_of(after, workers=patch.get("num_generation_workers", own.num_generation_workers), slots=own.slots)
+    workers_then = patch.get("num_generation_workers", own.num_generation_workers)
+    return knobs_of(after, workers=workers_then, slots=own.slots, engine_most=recorded.engine_most)
 
 
 def _broken(settings: Flat) -> list[SettingsError]:

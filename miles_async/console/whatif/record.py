@@ -65,6 +65,7 @@ class _Drop(msgspec.Struct):
 class _Slots(msgspec.Struct):
     actor: str
     slots: int
+    most: int = 0
 
 
 class _Knob(msgspec.Struct):
@@ -106,10 +107,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """A run, ready to be simulated. `drops`: of the filter: reason, share of the samples, tokens of a mean one. `notes`: what the
-    record lacks."""
+    record lacks. `engine_most`: samples that an engine runs at once, where `auto` met that."""
 
     settings: Flat
     knobs: Knobs
+    engine_most: int
     pace: Pace
     pool: tuple[tuple[Draw, ...], ...]
     drops: tuple[tuple[str, float, float], ...]
@@ -142,7 +144,8 @@ def recorded(records: Sequence[Record]) -> Recorded:
     steps = _settled(history, settings)
     lines = {r["step"]: r for r in records if r["kind"] == "step"}
     notes: list[str] = []
-    knobs = knobs_of(settings, workers=_workers(history), slots=_slots(settings, records, steps, notes))
+    slots, most = _slots(settings, records, steps, notes), _engine_most(settings, records)
+    knobs = knobs_of(settings, workers=_workers(history), slots=slots, engine_most=most)
     size = settings.samples_per_rollout
     step_s = fmean(s.gap_s for s in steps)
     dropped, tokens = _drops(records, steps, settings.n_samples_per_prompt)
@@ -158,6 +161,7 @@ def recorded(records: Sequence[Record]) -> Recorded:
     return Recorded(
         settings=settings,
         knobs=knobs,
+        engine_most=most,
         pace=pace,
         pool=pool,
         drops=tuple((reason, dropped[reason] / judged, mean) for reason, mean in sorted(tokens.items())),
@@ -176,10 +180,11 @@ def recorded(records: Sequence[Record]) -> Recorded:
     )
 
 
-def knobs_of(s: Flat, *, workers: int, slots: int) -> Knobs:
-    """Settings in the simulation's terms. `slots`: of a worker at first, where the setting is auto."""
+def knobs_of(s: Flat, *, workers: int, slots: int, engine_most: int) -> Knobs:
+    """Settings in the simulation's terms. `slots`: of a worker at first, where the setting is auto. `engine_most`: as `Recorded`
+    has it, 0 = not known."""
     fixed = s.sglang_server_concurrency
-    most = (s.sglang_concurrency_max or AUTO_MAX_RUNNING,)
+    most = (s.sglang_concurrency_max or AUTO_MAX_RUNNING, engine_most)
     return Knobs(
         max_weight_staleness=s.max_weight_staleness,
         staleness_policy=s.staleness_policy,
@@ -236,6 +241,14 @@ def _slots(s: Flat, records: Sequence[Record], steps: Sequence[Step], notes: lis
     slots = slots or math.ceil(max(s.get(f"{RUNNING}/mean") for s in steps)) or 1
     notes.append(f"sglang_server_concurrency is auto: simulated from {slots} on each worker, with keys and values that suffice")
     return slots
+
+
+def _engine_most(s: Flat, records: Sequence[Record]) -> int:
+    """What workers last told of the ceiling, where that is less than the settings allow; of several the largest, since some may be
+    the tail's. 0: the settings alone say."""
+    told = {r["actor"]: int(r.get("most", 0)) for r in records if r["kind"] == "slots"}
+    most = max(told.values(), default=0)
+    return most if most < (s.sglang_concurrency_max or AUTO_MAX_RUNNING) else 0
 
 
 def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> Pace:

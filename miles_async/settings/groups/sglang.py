@@ -158,8 +158,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     sglang_concurrency_max: Annotated[
         PositiveInt | None,
         doc(
-            "Most that sglang_server_concurrency auto goes up to. Unset: what the engine runs at once; engines that we start run "
-            "512.",
+            "Most that sglang_server_concurrency auto goes up to. Unset: what the engine runs at once, at most 512.",
             unit="samples",
             live="next look at the engine (generation)", ours=True,
         ),
