@@ -151,7 +151,6 @@ def _fields(one: SampleTrained) -> Record:
     return {name: value for name, value in values.items() if (name, value) not in (("turns", 1), ("score_s", 0.0))}
 
 
-MOST_PARTED = 4096  # groups, several times as many as are open at once
 OF_A_STEP = ("judged", "trained", "share")
 
 
@@ -188,6 +187,9 @@ def _knob(m: KnobPatch) -> Made:
 def _dead(m: DeadLetter) -> Made:
     fields = {"stream": m.stream, "sample": m.sample_id, "group": m.group_id, "actor": m.actor, "error": m.error}
     return [("dead", fields)]
+
+
+MOST_PARTED = 4096  # groups, several times as many as are open at once
 
 
 class Parts:

@@ -16,6 +16,7 @@ from bus.messages.control import Vitals
 
 SHARED = Path("/dev/shm")
 CGROUP = Path("/sys/fs/cgroup")
+SILENT_BEATS = 5  # heartbeats without a word of a process on another host; then it is taken for dead
 
 
 @cache

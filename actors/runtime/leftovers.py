@@ -16,12 +16,15 @@ from uuid import uuid4
 
 import psutil
 
+from actors.runtime.host import processes_name
+
 MARK = "MILES_ASYNC_STARTED_BY"
 
 
 def new_mark() -> str:
-    """For one process: who owns it (where its id counts, the id, its start), and which one it is (names only, decides nothing)."""
-    return f"{_here()}:{_owner()}:{uuid4().hex}"
+    """For one process: who owns it (where its process id counts, the id, its start), and which one it is (a name only, which decides
+    nothing)."""
+    return f"{processes_name()}:{_owner()}:{uuid4().hex}"
 
 
 @asynccontextmanager
@@ -56,22 +59,15 @@ def end_marked(mark: str) -> int:
 
 
 def end_orphans() -> int:
-    """The same for those whose actor is gone: it was killed, and could not end them itself."""
+    """The same for those whose actor is gone: it was killed, and could not end them itself. Not of a container seen from outside:
+    process ids are others there, and its living actors look gone."""
     alive: dict[str, bool] = {}
 
     def is_orphan(found: str) -> bool:
         where, _, owner = found.rpartition(":")[0].partition(":")
-        return where == _here() and not alive.setdefault(owner, owner == _owner(owner.partition(":")[0]))
+        return where == processes_name() and not alive.setdefault(owner, owner == _owner(owner.partition(":")[0]))
 
     return _end(is_orphan)
-
-
-def _here() -> str:
-    """Where process ids mean what they mean here: a container counts its own, and its living actors look gone from outside."""
-    try:
-        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    except OSError:
-        return ""
 
 
 def _owner(pid: str = "") -> str:

@@ -58,7 +58,7 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
         print(f"actor spec refused: {error}. Actors are started by `miles-async train` or `worker`.", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
     try:
-        code = run_loop(_alone(spec, room, body))
+        code = run_loop(run_process(spec, room, body))
     except SystemExit as end:  # of a second signal, or of code that this process runs
         last = traceback.extract_tb(end.__traceback__)[-1]
         logging.getLogger(spec.name).error("sys.exit(%r) at %s:%s ended this process", end.code, last.filename, last.lineno)
@@ -71,7 +71,8 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
     sys.exit(code)
 
 
-async def _alone(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
+async def run_process(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
+    """`run_actor` in a process that is the actor's own: what code of the user's starts there ends with it."""
     async with ends_with_us():
         return await run_actor(spec, room, body)
 

@@ -12,7 +12,7 @@ import secrets
 from math import inf
 from typing import TYPE_CHECKING
 
-from actors.runtime.host import lives
+from actors.runtime.host import SILENT_BEATS, lives
 from bus.errors import BusRefused
 from bus.identity import Identity, hold_name, holder_of, read_identity
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from bus import Bus
 
 ME = secrets.token_hex(8)
-SILENT_BEATS = 5  # of who had the name; then it is taken for dead
 LOOK_S = 0.5
 LIVE = ("max_running",)  # a knob, which workers follow
 ELSEWHERE = ("url", "life")  # of the bus: how this host reaches it, and what the bus itself looks after

@@ -180,7 +180,7 @@ async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
 
     from actors.generation.actor import GenerationSpec
     from actors.generation.actor import run as room
-    from actors.runtime.run import EXIT_DONE, log_to_stderr, run_actor
+    from actors.runtime.run import EXIT_DONE, log_to_stderr, run_process
     from bus.errors import BusRefused
 
     try:
@@ -205,7 +205,7 @@ async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
             await room(context, told, spare)
             watching.cancel()
 
-    code = await run_actor(spec, told, body)
+    code = await run_process(spec, told, body)
     if code == EXIT_DONE and stay.taken:
         raise BusRefused(f"worker {spec.name} has ended: {stay.why()}. Give each worker a --name of its own, or none.")
     if code == EXIT_DONE and stay.changed:

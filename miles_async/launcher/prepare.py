@@ -21,7 +21,7 @@ import msgspec
 
 from actors.runtime.child import PYTHON, free_port
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.host import lives
+from actors.runtime.host import SILENT_BEATS, lives
 from actors.runtime.prompts import Tokenizer, load_prompts
 from actors.runtime.run import Refused
 from actors.trainer.checkpoint import (
@@ -46,7 +46,6 @@ from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.place import Place
 from miles_async.launcher.plan import training_data
 from miles_async.launcher.resume import (
-    SILENT_BEATS,
     changed_since_last_start,
     is_over,
     keep_settings,

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from actors.runtime.host import lives
+from actors.runtime.host import SILENT_BEATS, lives
 from actors.trainer.checkpoint import (
     TRACKER,
     booked_as_trained,
@@ -28,8 +28,6 @@ from miles_async.settings.errors import SettingsError, refusal
 from miles_async.settings.live import initial_values
 from miles_async.settings.load import load
 from miles_async.settings.run import RunSettings
-
-SILENT_BEATS = 5  # of a launcher or trainer; then it is taken for dead
 
 
 def load_dir(settings: RunSettings) -> str:

@@ -55,11 +55,11 @@ async def test_what_an_agent_sent_into_a_session_of_its_own_ends_with_its_worker
 
 @pytest.mark.skipif(sys.platform != "linux", reason="found by their environment, which is read on Linux")
 async def test_what_a_container_runs_is_no_orphan_from_outside_whose_process_ids_are_others() -> None:
-    namespace, _, rest = new_mark().partition(":")
+    here, _, rest = new_mark().partition(":")
     gone = rest.replace(str(os.getpid()), "4194305", 1)  # an id that nobody has here
-    mark = f"{int(namespace) + 1}:{gone}"
+    mark = f"{here}0:{gone}"
     inside = await asyncio.create_subprocess_exec("sleep", "900", env=os.environ | {MARK: mark})
-    orphan = await asyncio.create_subprocess_exec("sleep", "900", env=os.environ | {MARK: f"{namespace}:{gone}"})
+    orphan = await asyncio.create_subprocess_exec("sleep", "900", env=os.environ | {MARK: f"{here}:{gone}"})
     try:
         end_orphans()
         assert await orphan.wait() == -9
