@@ -22,7 +22,7 @@ MARK = "MILES_ASYNC_STARTED_BY"
 
 
 def new_mark() -> str:
-    """For one process: who owns it (where its process id counts, the id, its start), and which one it is (a name only, which decides
+    """For one process: who owns it (where its process id counts, the id, its start), and which one it is (a name only, that decides
     nothing)."""
     return f"{processes_name()}:{_owner()}:{uuid4().hex}"
 
