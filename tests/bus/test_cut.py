@@ -68,12 +68,12 @@ def test_time_in_which_we_stood_still_ourselves_is_not_the_servers(private_redis
     assert pid is not None
 
     async def body() -> str:
-        async with Bus(config(private_redis, 0.4)) as bus:
+        async with Bus(config(private_redis, 1.0)) as bus:
             await bus.commit(Commit(state={"any": "thing"}))
             os.kill(pid, signal.SIGSTOP)
             asked = asyncio.ensure_future(bus.state("any"))
             await asyncio.sleep(0.05)
-            time.sleep(0.4 + STALL_S + 0.2)  # noqa: ASYNC251 - nothing of this process runs
+            time.sleep(1.0 + STALL_S + 0.2)  # noqa: ASYNC251 - nothing of this process runs
             asyncio.get_running_loop().call_later(0.1, os.kill, pid, signal.SIGCONT)
             return await asked
 
