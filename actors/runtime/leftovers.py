@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,9 +17,11 @@ from uuid import uuid4
 
 import psutil
 
+from actors.runtime.child import is_alive
 from actors.runtime.host import processes_name
 
 MARK = "MILES_ASYNC_STARTED_BY"
+GONE_S = 5.0  # for the kernel to end what was killed, on a busy machine
 
 
 def new_mark() -> str:
@@ -54,7 +57,7 @@ def end_below(pid: int) -> None:
 
 
 def end_marked(mark: str) -> int:
-    """SIGKILL to all processes with this mark, until none is found; returns how many."""
+    """SIGKILL to all processes with this mark, until none is found; returns how many, once they are gone."""
     return _end(lambda found: found == mark)
 
 
@@ -96,6 +99,9 @@ def _end(which: Callable[[str], bool]) -> int:
         if not found:
             break
         ended |= {process.pid for process in found}
+    until = time.monotonic() + GONE_S
+    while time.monotonic() < until and any(map(is_alive, ended)):  # whoever is told that they are gone may look
+        time.sleep(0.005)
     return len(ended)
 
 

@@ -62,6 +62,7 @@ async def test_what_a_container_runs_is_no_orphan_from_outside_whose_process_ids
     orphan = await asyncio.create_subprocess_exec("sleep", "900", env=os.environ | {MARK: f"{here}:{gone}"})
     try:
         end_orphans()
+        assert not is_alive(orphan.pid), "it is gone by then, and not only killed"
         assert await orphan.wait() == -9
         assert inside.returncode is None and is_alive(inside.pid)
         assert end_marked(mark) == 1, "who started it ends it by its whole mark"
