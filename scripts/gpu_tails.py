@@ -177,7 +177,7 @@ async def long(b: Bench) -> None:
 
     async def one(name: str, run: Run, share_s: float) -> None:
         each = a.long_slots // a.long_servers
-        servers = await b.servers(model, each, n=a.long_servers, **flags)
+        servers = await b.servers(model, each, n=a.long_servers, fused=a.fused, **flags)
         at_once = ("--sglang-server-concurrency", str(each))
         limit_s = min(share_s, b.left_s - ENDING_S)
         ended = await b.run(name, [*words, *at_once, *run.flags], servers, limit_s)
@@ -231,7 +231,7 @@ def main() -> int:
     parser.add_argument("--long-servers", type=int, default=1, help="on the engines' GPU")
     parser.add_argument("--long-flags", default="[]", help="further flags of miles-async train, as a JSON list")
     parser.add_argument("--only", nargs="*", help="only these runs of long")
-    parser.add_argument("--fused", action="store_true", help="tails: all but a draw by our sampler")
+    parser.add_argument("--fused", action="store_true", help="all but a of tails draw by our sampler")
     args = parser.parse_args()
     b = Bench(args)
     asyncio.run((tails if args.task == "tails" else long)(b))
