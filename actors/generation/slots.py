@@ -53,9 +53,9 @@ class Limits(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Half of the ceiling. Where a masked share is allowed, at small bounds less: a token may be half as old at bound 1 as at
-        bound 3, and what was masked before slots fell is not taken back."""
-        eighths = min(4, self.bound + 1) if self.max_masked > 0 and self.bound > 0 else 4
+        """Half of the ceiling. Where a masked share is allowed, by the bound: a token may be half as old at bound 1 as at bound 3,
+        and what was masked before slots fell is not taken back; at wide bounds nothing is masked for long below three quarters."""
+        eighths = min(6, self.bound + 1) if self.max_masked > 0 and self.bound > 0 else 4
         return self.ceiling * eighths // 8
 
     @classmethod

@@ -123,7 +123,7 @@ def test_slots_settle_below_the_masked_share_that_is_allowed(
     assert sum(seen) / len(seen) >= 0.45 * best, "and used"
 
 
-@pytest.mark.parametrize(("bound", "first"), [(0, 32), (1, 16), (2, 24), (3, 32), (8, 32)])
+@pytest.mark.parametrize(("bound", "first"), [(0, 32), (1, 16), (2, 24), (3, 32), (4, 40), (8, 48)])
 def test_where_a_masked_share_is_allowed_slots_begin_low_at_small_bounds(bound: int, first: int) -> None:
     nothing_seen = Look(busy=0, ended=0)
     assert Slots().decide(nothing_seen, Limits(floor=8, ceiling=64, max_masked=0.01, bound=bound)) == first
