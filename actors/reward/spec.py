@@ -32,7 +32,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     n_workers: int = 2  # verifier processes of a custom function
     concurrency: int = 32  # samples at once when the scorer sets no bound
-    max_retries: int = 3  # further attempts before the dead letter; max_deliveries of the bus bounds it too
+    max_retries: int = 3  # further attempts before the dead letter, fewer than max_deliveries of the bus
     patience_s: float = 60.0  # with a scorer that fails for every sample; then the run ends with its text
     boot_deadline_s: float = 60.0  # for a verifier process to load its function
     hook_values: dict[str, Any] = {}  # on the `args` of functions written for Miles, beside the settings

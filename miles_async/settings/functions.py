@@ -1,9 +1,11 @@
 """(pure) Rules between settings that say who scores and who makes samples: rewards, tools, agents, functions of the user's."""
 
 import re
+from urllib.parse import urlsplit
 
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import BATCH, Flat
+from miles_async.settings.secrets import without_credentials
 
 FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
 FORMS = "Write package.module.function or file.py:function."  # what load_hook takes
@@ -26,9 +28,29 @@ def addresses_are_urls(s: Flat) -> None:
     for field, url in (*(("rm_url", url) for url in s.rm_url), ("judge_url", s.judge_url), ("otel_endpoint", s.otel_endpoint)):
         if url is not None and not url.startswith(("http://", "https://")):
             raise refusal(field, url, "not an http:// or https:// address", "Write the scheme too.")
+        if url is not None and (why := _unreachable(url)):
+            raise refusal(field, without_credentials(url), why, "Write http://HOST:PORT/PATH, PORT from 1 to 65535.")
     if "@" in (s.otel_endpoint or ""):
         remedy = "Put it into the variable OTEL_EXPORTER_OTLP_HEADERS, as authorization=Basic%20BASE64."
         raise refusal("otel_endpoint", "(hidden)", "a login in an address is seen by all users of this host", remedy)
+
+
+def _unreachable(url: str) -> str:
+    """Why no address of this form is ever reached; empty if one may be."""
+    try:
+        parts = urlsplit(url)
+        if not parts.hostname:
+            return "it names no host"
+        return "nothing listens on port 0" if parts.port == 0 else ""
+    except ValueError as error:
+        return f"not an address: {error}"
+
+
+def retries_fit_the_deliveries(s: Flat) -> None:
+    if s.reward_max_retries >= s.max_deliveries:
+        why = f"an entry is a dead letter after {s.max_deliveries} deliveries (max_deliveries), the first attempt among them"
+        remedy = f"Set at most {s.max_deliveries - 1}, or --max-deliveries {s.reward_max_retries + 1}."
+        raise refusal("reward_max_retries", s.reward_max_retries, why, remedy)
 
 
 def groups_are_scored_by_what_can(s: Flat) -> None:
@@ -98,6 +120,7 @@ def tools_and_agents_have_what_they_need(s: Flat) -> None:
 RULES = (
     rewards_have_a_source,
     addresses_are_urls,
+    retries_fit_the_deliveries,
     tools_and_agents_have_what_they_need,
     groups_are_scored_by_what_can,
     data_of_a_function_has_a_known_end,

@@ -73,8 +73,9 @@ def test_no_command_shows_the_password_of_a_server_that_is_not_there(command, ca
 
 def test_a_report_names_services_without_what_is_shown_to_them(tmp_path):
     flags = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x", "num_rollout": 1, "rm_type": "remote_rm"}
-    urls = ["http://me:hidden@host:5/rm?key=hidden", "http://[hidden"]
-    (tmp_path / "settings.toml").write_text(dump_toml(settings_from(**flags, rm_url=urls)))
+    stored = dump_toml(settings_from(**flags, rm_url=["http://me:hidden@host:5/rm?key=hidden", "http://host/broken"]))
+    assert "http://host/broken" in stored
+    (tmp_path / "settings.toml").write_text(stored.replace("http://host/broken", "http://[hidden"))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "knob", "wall": 1.0, "epoch": 0, "values": {"rm_url": ["http://u:hidden@h"]}}\n')
     page = write_report(tmp_path).read_text("utf-8")
     assert "http://host:5/rm" in page and "hidden@" not in page and "key=hidden" not in page
