@@ -286,6 +286,14 @@ async def test_a_planted_cause_is_said_first(redis_url, run_name, plant, rule, s
     assert re.search(said, found.text), found.text
 
 
+async def test_an_engine_of_a_worker_that_was_told_to_end_is_no_concern(redis_url, run_name):
+    async with Bus(config(redis_url, run_name)) as bus:
+        await crashes(story := Story(bus))
+        assert "engine failing" in {f.rule for f in diagnose(await read_scene(bus))}
+        await story.alive(vitals("generation-1", "generation", state="stopped"))
+        assert "engine failing" not in {f.rule for f in diagnose(await read_scene(bus))}
+
+
 @contextmanager
 def server_of(folder: Path, *flags: str) -> Iterator[str]:
     """A redis-server of one test's own, by its socket."""

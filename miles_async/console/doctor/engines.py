@@ -79,11 +79,12 @@ def refused_weights(scene: Scene) -> Iterator[Finding]:
 
 
 def failing_engines(scene: Scene) -> Iterator[Finding]:
-    """Engines that do not start, or were given up as dead or stalled."""
+    """Engines that do not start, or were given up as dead or stalled; not of workers that were told to end."""
     kinds = ("engine stalled", "engine boot failed", "engine boot refused")
     failures = [e for e in scene.news if e.kind in kinds and scene.now - e.wall < FAILED_S]
     serving = {a.vitals.actor for a in _workers(scene) if a.vitals.version >= 0 and a.vitals.waits_for != BOOTING}
-    for actor in sorted({e.actor for e in failures}):
+    ending = {a.vitals.actor for a in scene.snapshot.of_role("generation") if a.vitals.state in ("draining", "stopped")}
+    for actor in sorted({e.actor for e in failures} - ending):
         own = [e for e in failures if e.actor == actor]
         often = len(own) >= FAILED_OFTEN
         if scene.over or (not often and actor in serving):
