@@ -45,8 +45,8 @@ DRAIN = 6  # last steps of a run, which no prompt follows: never counted (the hi
 
 @dataclass(frozen=True)
 class Run:
-    """One run: flags beside those of its task. `weight`: its part of the time. For the model: rule, bound, groups in generation
-    at most (0 = what the bound admits)."""
+    """One run: flags beside those of its task. `weight`: its part of the time, in which one with engines of its own boots them too
+    (two minutes). For the model: rule, bound, groups in generation at most (0 = what the bound admits)."""
 
     flags: tuple[str, ...]
     weight: float = 1.0
@@ -70,9 +70,9 @@ def _tails(slots: int) -> dict[str, Run]:
         "d": Run((*auto, "--max-weight-staleness", "2"), 1.3),
         "f": Run((*fixed, "--max-weight-staleness", "4"), bound=4, half=True),
         "g": Run((*auto, "--max-weight-staleness", "2"), 1.3, half=True),
-        "h": Run((*_halved(fixed), "--max-weight-staleness", "4"), 1.4, bound=4, shared=True),
+        "h": Run((*_halved(fixed), "--max-weight-staleness", "4"), 2.4, bound=4, shared=True),
         "j": Run((*found, "--max-masked-fraction", "0.025", "--max-weight-staleness", "4"), 1.2, bound=4),
-        "i": Run((*_halved(auto), "--max-weight-staleness", "2"), 1.6, shared=True),
+        "i": Run((*_halved(auto), "--max-weight-staleness", "2"), 2.6, shared=True),
     }
 
 
