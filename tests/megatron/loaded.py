@@ -1,5 +1,5 @@
-"""What the processes of jobs (pool.py) are forked from: the libraries, and the tests' own modules, whose functions are the jobs. None
-of it is collected again: each process would copy what its collector looks at."""
+"""What the processes of jobs (pool.py) are forked from: the libraries, and the tests' own modules, whose functions are the jobs.
+None of it is collected again: each process would copy what its collector looks at."""
 
 import gc
 from importlib import import_module
