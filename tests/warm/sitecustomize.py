@@ -64,7 +64,8 @@ def hand_over(words):
     signal.signal(signal.SIGTERM, lambda *_: pid and os.kill(pid, signal.SIGTERM))
     code = int(warm.recv(64) or 1)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # which none may handle
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
