@@ -211,7 +211,7 @@ def imported_with_hidden(statement: str, *hidden: str) -> subprocess.CompletedPr
             ("torch", "numpy", "aiohttp", "miles_async.settings.run", "miles_async.settings.rules"),
         ),
         (  # each function of the user's has processes of its own, started again after each death
-            "import actors.reward.verifier, actors.environments.child",
+            "import actors.reward.verifier, actors.environments.child, actors.generation.rollouts.function_child",
             ("torch", "numpy", "redis", "hiredis", "aiohttp", "transformers"),
         ),
     ],
