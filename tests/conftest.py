@@ -28,6 +28,8 @@ settings.register_profile("house", deadline=None)  # an example that waits for a
 settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("house")
 
+gc.disable()  # until the tests are there: what is loaded for them stays, and to look through it again and again takes seconds
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -86,6 +88,7 @@ def pytest_collection_finish() -> None:
     """What all tests share is never collected: to look through it would stop a test for half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 SERVER, SOCKET = pytest.StashKey[ExitStack](), pytest.StashKey["Path | None"]()
@@ -103,7 +106,8 @@ def shared_server(config: pytest.Config) -> Path | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """In the controller of pytest-xdist, before a worker starts."""
+    """In the controller of pytest-xdist, before a worker starts. The controller has no tests."""
+    gc.enable()
     socket = shared_server(node.config)
     node.workerinput["warm"] = "" if socket is None else str(socket)
 

@@ -15,7 +15,15 @@ from bus.messages.base import Packed
 LOGPROB_LOW, LOGPROB_HIGH = -1e30, 0.01  # outside of these a float32 log-probability is none; rounding may lift it above 0
 INT32 = 1 << 31
 MOST_LANES = 1 << 20  # bytes looked at as one number: what is kept to look with is as large
-_TOO_LOW, _TOO_HIGH = (struct.unpack("<I", struct.pack("<f", abs(x)))[0] + 1 for x in (LOGPROB_LOW, LOGPROB_HIGH))
+
+
+def _beyond(bound: float) -> int:
+    """Bits of the first float32 above `bound`, which no float32 equals: its nearest one may itself be above."""
+    nearest = struct.pack("<f", bound)
+    return int.from_bytes(nearest, "little") + (struct.unpack("<f", nearest)[0] < bound)
+
+
+_TOO_LOW, _TOO_HIGH = _beyond(-LOGPROB_LOW), _beyond(LOGPROB_HIGH)
 
 
 def ids_fault(packed: Packed, vocabulary: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from actors.runtime.run import Refused
+from actors.runtime.refusals import Refused
 
 
 def load_hook(path: str) -> Any:

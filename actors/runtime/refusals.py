@@ -19,6 +19,10 @@ REMEMBERED = 10_000  # samples that failed before something worked
 Tell = Callable[..., Awaitable[None]]
 
 
+class Refused(MilesAsyncError):
+    """This actor cannot start with what it was given; a restart would not help."""
+
+
 class RunEnds(MilesAsyncError):
     """What this actor met at work would meet it again after a restart: the run ends with this text, its entries pending."""
 

@@ -32,7 +32,7 @@ from actors.runtime.drain import drain_watch
 from actors.runtime.leftovers import ends_with_us
 from actors.runtime.loop import run_loop
 from actors.runtime.priority import ACTOR_NICE, lower_to
-from actors.runtime.refusals import RunEnds
+from actors.runtime.refusals import Refused, RunEnds
 from actors.runtime.usage import tell_usage
 from bus import Bus
 from bus.errors import BusRefused, BusUnreachable, BusWentBack, MilesAsyncError, printable
@@ -42,10 +42,6 @@ R = TypeVar("R")
 EXIT_DONE, EXIT_DRAINED, EXIT_REFUSED, EXIT_RUN_ENDS = 10, 11, 2, 65
 EXIT_CRASHED, EXIT_BUS_GONE, EXIT_BUS_BACK = 70, 75, 76
 END_AGAIN_S = 30.0  # for what was cancelled to end; engines and processes are ended meanwhile
-
-
-class Refused(MilesAsyncError):
-    """This actor cannot start with what it was given; a restart would not help."""
 
 
 def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> None:

@@ -10,12 +10,14 @@ import threading
 import traceback
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.runtime.contained import as_exception, text_of
-from actors.runtime.context import Context
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.refusals import Row, RunEnds
+
+if TYPE_CHECKING:
+    from actors.runtime.context import Context
 
 MOST_FAILED = 3  # in a row
 NOT_THEIRS = (*(str(Path(__file__).parents[2] / name) for name in ("actors", "bus")), sysconfig.get_path("stdlib"))

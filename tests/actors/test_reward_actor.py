@@ -145,11 +145,11 @@ async def test_evaluation_has_its_own_streams_and_key(redis_url: str, run_name: 
 
 
 async def test_a_teacher_is_asked_about_training_samples(
-    redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
+    redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path, warm: Path | None
 ) -> None:
     """Its log-probs travel with the score; evaluation has none; a teacher that is away costs attempts, then the sample."""
     make_model("qwen3", tmp_path / "teacher", seed=1)
-    with engine_process(tmp_path / "teacher") as (url, _):
+    with engine_process(tmp_path / "teacher", warm=warm) as (url, _):
         spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, rm_type="math", teacher_urls=(url,))
         async with open_bus(redis_url, run_name, groups=OPEN) as bus:
             async with running(bus, "reward", run, spec):

@@ -80,7 +80,7 @@ def keep(runs: Sequence[Run], name: str) -> Path:
 def toy(warm: Path | None) -> Iterator[Path]:
     """Model and prompts, made once for all workers of a session; nobody writes there."""
     if warm is not None:
-        yield shared_toy(warm.parent)
+        yield shared_toy(warm)
         return
     with TemporaryDirectory(prefix="ma-toy-") as directory:
         yield make_toy(Path(directory) / "toy")

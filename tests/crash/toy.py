@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+from tests.warm.launched import open_warm
+
 SEED = 7
 N_PROMPTS = 48
 
@@ -56,14 +56,17 @@ def make_toy(directory: Path, *, hidden_size: int = 32) -> Path:
     return directory
 
 
-def shared_toy(folder: Path) -> Path:
-    """The toy of all processes that share `folder`: the first that asks has another process make it, and the others wait."""
+def shared_toy(warm: Path) -> Path:
+    """The toy of all processes that share a warm server, beside its socket: the first that asks has a process make it, forked from
+    what loads torch for the trainers of runs, and the others wait."""
+    folder = warm.parent
     toy = folder / "toy"
     with (folder / "toy.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not toy.exists():
             half = folder / "toy.new"
-            subprocess.run([sys.executable, "-m", "tests.crash.toy", str(half)], cwd=REPO, check=True, timeout=100)
+            with open_warm(warm, ["tests.crash.toy", str(half)], folder / "toy.log") as maker:
+                assert maker.wait(100) == 0
             half.rename(toy)
     return toy
 

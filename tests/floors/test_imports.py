@@ -210,8 +210,12 @@ def imported_with_hidden(statement: str, *hidden: str) -> subprocess.CompletedPr
             "miles_async.governor.standing, actors.runtime.snapshot, miles_async.console.trace_live",
             ("torch", "numpy", "aiohttp", "miles_async.settings.run", "miles_async.settings.rules"),
         ),
+        (  # each function of the user's has processes of its own, started again after each death
+            "import actors.reward.verifier, actors.environments.child, actors.generation.rollouts.function_child",
+            ("torch", "numpy", "redis", "hiredis", "aiohttp", "transformers"),
+        ),
     ],
-    ids=["bus", "settings", "trace", "status"],
+    ids=["bus", "settings", "trace", "status", "functions"],
 )
 def test_a_floor_stands_alone(statement: str, hidden: tuple[str, ...]) -> None:
     done = imported_with_hidden(statement, *hidden)

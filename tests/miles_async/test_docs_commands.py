@@ -32,6 +32,7 @@ from tests.crash.conftest import toy
 from tests.crash.house import Run, Tables, merged, toml_of, toy_tables, until
 from tests.floors.tree import ROOT
 from tests.miles_async.docs_house import COMMANDS, PAGES, Shown, furnish, labels, parsed, reader_env
+from tests.warm.launched import warmed
 
 __all__ = ("toy",)  # a fixture
 LIVE: Tables = {"rollout": {"num_rollout": 100_000}, "ckpt": {"save_interval": 50}, "launch": {"console": "plain"}}
@@ -177,11 +178,13 @@ def test_redis_is_started_and_asked_as_written(tmp_path: Path) -> None:
             server.terminate()
 
 
-def shell(here: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """A line as pasted into bash, with the environment's Python and our command on the path."""
-    words = ["bash", "-c", line]
+def shell(here: Path, line: str, warm: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A line as pasted into bash, with the environment's Python and our command on the path. `warm`: see tests/warm."""
+    env = reader_env(here)
+    if warm is not None:
+        env = warmed(warm, env)
     return subprocess.run(
-        words, cwd=here, env=reader_env(here), capture_output=True, encoding="utf-8", errors="replace", timeout=240
+        ["bash", "-c", line], cwd=here, env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=240
     )
 
 
@@ -307,11 +310,11 @@ def desk(
 
 
 @pytest.mark.timeout(300)
-def test_training_ones_own_model_runs_as_the_readme_has_it(tmp_path: Path, toy: Path) -> None:
+def test_training_ones_own_model_runs_as_the_readme_has_it(tmp_path: Path, toy: Path, warm: Path | None) -> None:
     furnish(tmp_path, toy, "")
     [line] = [c.line for c in COMMANDS if "--name mine --hf-checkpoint DIR" in c.line]
     small = "--num-rollout 1 --rollout-batch-size 2 --rollout-max-response-len 16 --console plain"
-    done = shell(tmp_path, f"{line} {small} --dynamic-sampling-filter-path none")
+    done = shell(tmp_path, f"{line} {small} --dynamic-sampling-filter-path none", warm)
     assert done.returncode == 0 and "finished at step 1" in done.stdout, done.stderr
 
 

@@ -19,6 +19,7 @@ from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import load, settings_from
 from miles_async.settings.rules import notes
 from miles_async.settings.run import RunSettings
+from tests.warm.launched import warmed
 
 BASE: dict[str, Any] = {
     "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",
@@ -178,12 +179,13 @@ def test_what_the_objective_can_do_has_a_flag(fields: dict[str, Any], told: dict
     assert {name: getattr(cfg, name) for name in told} == told
 
 
-@pytest.mark.timeout(240)  # three processes that import torch
 def test_hooks_are_tried_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, warm: Path | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    for name, value in warmed(warm, os.environ).items() if warm is not None else ():
+        monkeypatch.setenv(name, value)
     (tmp_path / "x.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
     words = ["train", "--dry-run", "--max-weight-staleness", "0"]
     words += [w for name, value in BASE.items() for w in (f"--{name.replace('_', '-')}", str(value))]

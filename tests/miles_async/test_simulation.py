@@ -232,12 +232,12 @@ def long_groups():
         yield DrawnGroup(tuple(Draw(n, 0.002 * n) for n in tokens))
 
 
-@pytest.mark.parametrize("allowed", [0.015, 0.05])
-def test_slots_that_are_found_keep_to_the_masked_share_and_are_nearly_as_fast_as_the_best_that_do(allowed):
+def test_slots_that_are_found_keep_to_the_masked_share_and_are_nearly_as_fast_as_the_best_that_do():
     def run(steps, warm, **more):
         return Simulation(knobs(**more), SLOW, long_groups(), random.Random(3)).play(steps, warm)
 
-    found = run(100, 30, slots=96, auto=Limits.of(8, (192,), allowed, bound=2, interval=1))
     fixed = [run(40, 15, slots=slots) for slots in (80, 88, 96, 104)]
-    assert found.masked <= allowed
-    assert found.step_s <= 1.06 * min(o.step_s for o in fixed if o.masked <= allowed)
+    for allowed in (0.015, 0.05):
+        found = run(100, 30, slots=96, auto=Limits.of(8, (192,), allowed, bound=2, interval=1))
+        assert found.masked <= allowed
+        assert found.step_s <= 1.06 * min(o.step_s for o in fixed if o.masked <= allowed), allowed

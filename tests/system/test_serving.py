@@ -60,9 +60,11 @@ def test_a_plain_trainer_publishes_fp8_to_its_engines(run_of: Launch, toy: Path,
     assert {str(t.dtype) for t in masters.values()} == {"torch.float32"} and masters.keys() == begun.keys()
 
 
-def test_an_engine_of_another_model_is_left_out_and_the_run_goes_on(run_of: Launch, toy: Path, tmp_path: Path) -> None:
-    other = make_toy(tmp_path / "other", hidden_size=48)
-    with engine_process(toy / "model") as (good, _), engine_process(other / "model") as (wrong, _):
+def test_an_engine_of_another_model_is_left_out_and_the_run_goes_on(
+    run_of: Launch, toy: Path, warm: Path | None, tmp_path: Path
+) -> None:
+    other = make_toy(tmp_path / "other", hidden_size=48) / "model"
+    with engine_process(toy / "model", warm=warm) as (good, _), engine_process(other, warm=warm) as (wrong, _):
         run = run_of(
             {
                 "rollout": {"num_rollout": 2},

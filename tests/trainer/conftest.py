@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +26,7 @@ from actors.trainer.training.state import TrainingState
 from actors.trainer.transports.files import copied
 from bus.messages.policy import WeightManifest
 from tests.declared import backend_of, objective_of
+from tests.warm.launched import Warmed, open_warm
 
 VOCAB = 40
 SHAPE = {
@@ -132,26 +132,26 @@ def make_backend(models: dict[str, Path]) -> BackendMaker:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[TorchBackend]:
-    """A backend of two ranks over gloo, rank 1 a process of its own, to be set up by each test of a file."""
+def follower(warm: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warmed | subprocess.Popen[bytes]]:
+    """Rank 1 of two, a process of its own. For the tests of a file this one is rank 0."""
     with socket.socket() as port, pytest.MonkeyPatch.context() as env:
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port.bind(("127.0.0.1", 0))  # not listening: rank 0 can, and nobody else is given it
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        shared["MASTER_PORT"] = str(port.getsockname()[1])
-        follower = subprocess.Popen(
-            [sys.executable, "-m", "actors.trainer.follower"], env={**os.environ, **shared, "RANK": "1"}
-        )
-        backend = TorchBackend()
-        for name, value in {**shared, "RANK": "0"}.items():
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "RANK": "0"}
+        for name, value in {**shared, "MASTER_PORT": str(port.getsockname()[1])}.items():
             env.setenv(name, value)
-        try:
-            yield backend
-            backend.close()
-            assert follower.wait(STOP_DEADLINE_S) == 0
-        finally:
-            follower.kill()
-            follower.wait(STOP_DEADLINE_S)
+        printed = tmp_path_factory.mktemp("rank") / "printed"
+        with open_warm(warm, ["actors.trainer.follower"], printed, {**os.environ, "RANK": "1"}) as process:
+            yield process
+
+
+@pytest.fixture(scope="module")
+def pair(follower: Warmed | subprocess.Popen[bytes]) -> Iterator[TorchBackend]:
+    """A backend of two ranks over gloo, to be set up by each test of a file."""
+    backend = TorchBackend()
+    yield backend
+    backend.close()
+    assert follower.wait(STOP_DEADLINE_S) == 0
 
 
 def alone(make_backend: BackendMaker, *args: object, **settings: object) -> TorchBackend:

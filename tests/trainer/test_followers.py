@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from actors.trainer.followers import Followers
+from tests.warm.launched import open_warm
 
 CONNECT = """
 from datetime import timedelta
@@ -37,13 +38,8 @@ async def test_ranks_that_others_start_meet_where_they_are_told(tmp_path: Path, 
     assert done.returncode and re.search(r"RanksApart: rank 1 of the trainer's 2 found not all of them at 127\.0\.0\.1:\d+", said)
 
 
-def test_a_follower_alone_refuses_to_run() -> None:
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "actors.trainer.follower"],
-        env=env,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2 and b"is no follower" in done.stderr and b"Traceback" not in done.stderr
+def test_a_follower_alone_refuses_to_run(warm: Path | None, tmp_path: Path) -> None:
+    printed = tmp_path / "printed"
+    with open_warm(warm, ["actors.trainer.follower"], printed, {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}) as follower:
+        assert follower.wait(60) == 2
+    assert "is no follower" in printed.read_text() and "Traceback" not in printed.read_text()

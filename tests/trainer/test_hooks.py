@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from actors.trainer.objective.custom import HOOKS
 from actors.trainer.objective_config import SIGNATURES, HookError
 from actors.trainer.torch_backend import TorchBackend
 from tests.declared import objective_of
+from tests.warm.launched import warmed
 
 HERE = "tests.trainer.hook_samples."
 LOSS, ADVANTAGE, TIS, REDUCER, REWARDS = SIGNATURES
@@ -167,12 +170,12 @@ def test_a_function_that_fails_at_work_refuses_the_batch_and_changes_nothing(
     assert backend.weights_hash() == before
 
 
-@pytest.mark.timeout(120)  # two processes that import torch
-def test_the_dry_run_answers_in_json_whatever_the_hook_prints() -> None:
+def test_the_dry_run_answers_in_json_whatever_the_hook_prints(warm: Path | None) -> None:
     def ask(cfg: ObjectiveConfig) -> tuple[int, dict[str, str]]:
         done = subprocess.run(
             [sys.executable, "-m", "actors.trainer.dry_run"],
             input=msgspec.json.encode(cfg),
+            env=warmed(warm, os.environ) if warm is not None else None,
             capture_output=True,
             timeout=120,
             check=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 import threading
 import weakref
@@ -13,7 +14,6 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -31,6 +31,7 @@ from tests import sights
 from tests.trainer.conftest import STOP_DEADLINE_S, alone, backend_config, published, saved, served, state_of
 from tests.trainer.own_core import FULL
 from tests.trainer.test_pictures import batch_of, decoder_of
+from tests.warm.launched import Warmed
 
 Batch = Callable[..., StepBatch]
 Config = Callable[..., BackendConfig]
@@ -295,9 +296,10 @@ def test_a_checkpoint_is_complete_when_every_rank_has_written_its_part(
     assert own.weights_hash() == before
 
 
-def test_rank_0_knows_the_processes_of_the_others(pair: TorchBackend, make_config: Config) -> None:
+def test_rank_0_knows_the_processes_of_the_others(
+    pair: TorchBackend, follower: Warmed | subprocess.Popen[bytes], make_config: Config
+) -> None:
     pair.setup(make_config())
-    [follower] = [child for child in psutil.Process().children() if "actors.trainer.follower" in child.cmdline()]
     assert pair.others == f"{follower.pid} on {socket.gethostname()}"
 
 

@@ -1,5 +1,6 @@
-"""In every interpreter of a run under test: a fork server or an engine that finds a warm one (tests/warm/server.py) hands its place
-over to it. From then on it is what its starter holds: it passes on the request to end, and they end together, with one status."""
+"""In every interpreter of a run under test: a fork server, an engine, a rank or a trial of hooks that finds a warm one
+(tests/warm/server.py) hands its place over to it. From then on it is what its starter holds: it passes on the request to end, and
+they end together, with one status."""
 
 import os
 import sys
@@ -7,9 +8,12 @@ import sys
 WARM = "MILES_ASYNC_TEST_WARM"  # path of the warm server's socket
 SPACES = ("mnt", "net", "uts")  # what makes a host; the namespace of users and others are the same on all
 FORK_SERVER = "actors.runtime.fork_server"
+TRAINER = ("actors.trainer.actor", "actors.trainer.torch_backend.core")  # as the launcher's fork server of trainers: one template
+HAND_OVER = (FORK_SERVER, "actors.generation.embedded", "actors.trainer.follower", "actors.trainer.dry_run")
 LOADS = {  # what is loaded before a program of ours is started, where that is more than the program
     FORK_SERVER: (),  # its flags, which name them
     "actors.generation.embedded": ("actors.generation.embedded.scheduler", "actors.generation.embedded.server"),
+    **dict.fromkeys((*HAND_OVER[2:], "tests.crash.toy", "tests.engine.inside_peer", "tests.trainer.broadcast_peer"), TRAINER),
     "miles_async": ("miles_async.cli.train", "miles_async.launcher.run"),
 }
 
@@ -60,12 +64,13 @@ def hand_over(words):
     signal.signal(signal.SIGTERM, lambda *_: pid and os.kill(pid, signal.SIGTERM))
     code = int(warm.recv(64) or 1)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # which none may handle
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
 if WARM in os.environ and "-m" in sys.orig_argv:
     hand_over_for = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
-    if hand_over_for[:1] in ([FORK_SERVER], ["actors.generation.embedded"]):
+    if hand_over_for and hand_over_for[0] in HAND_OVER:
         hand_over(hand_over_for)
