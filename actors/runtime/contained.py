@@ -34,9 +34,14 @@ def as_exception(error: BaseException) -> Exception:
     say what it is: who tells it to the operator would fail by it."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration) and _text(error) is not None:
         return error
-    raised = HookRaised(f"{type(error).__name__}: {text_of(error)}".rstrip(": "))
+    raised = HookRaised(named(error))
     raised.__traceback__ = error.__traceback__
     return raised
+
+
+def named(error: BaseException) -> str:
+    """An error's type and what it says, in one line that every message takes."""
+    return text_of(error) if isinstance(error, HookRaised) else f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
 
 
 def text_of(error: BaseException) -> str:
