@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
 from actors.runtime.child import adopt_orphans, die_with_parent
-from actors.runtime.contained import contained, named
+from actors.runtime.contained import contained, lose_prints, named
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.miles import reward_of
 from actors.runtime.priority import lower_to
@@ -70,6 +70,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    lose_prints()
     return asks, answers
 
 
