@@ -138,11 +138,14 @@ async def test_samples_that_cannot_be_kept_cost_no_evaluation(redis_url: str, ru
         assert len(said) == 1 and "those of held at step 0 are lost: " in said[0]
 
 
-async def test_samples_that_were_lost_count_as_wrong_and_are_told(redis_url: str, run_name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unusable", [float("nan"), 1e308])
+async def test_samples_that_were_lost_count_as_wrong_and_are_told(
+    redis_url: str, run_name: str, tmp_path: Path, unusable: float
+) -> None:
     async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
         await put(bus, ACTIVE, active(0))
         first, *rest = await issued(bus, N)
-        rewards = (1.0, 1.0, float("nan"))
+        rewards = (1.0, 1.0, unusable)
         await put(bus, EVAL_SCORED, lost(first), *(answer(t, r, VersionSpan(1, 0, 2)) for t, r in zip(rest, rewards, strict=True)))
         [done] = await results(bus)
         line, _ = await shown(bus)
