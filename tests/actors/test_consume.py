@@ -116,7 +116,7 @@ async def test_a_full_disk_that_ends_one_process_after_the_other_costs_no_entry(
 
         for _ in range(bus.config.max_deliveries + 2):
             with pytest.raises(ExceptionGroup):
-                await consumer_of(bus, "w", concurrency=2).run(full)
+                await asyncio.wait_for(consumer_of(bus, "w", concurrency=2).run(full), 10.0)
         assert {*begun} == {"g1/0", "g2/0"}
 
         async def done(entry: Any, message: Any) -> Commit:
