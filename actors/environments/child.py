@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from actors.runtime import sandbox_child
+from actors.runtime.contained import lose_prints
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.whole import said
 
@@ -38,6 +39,7 @@ def serve(path: str, confined: bool) -> None:
     os.dup2(nothing, 0)  # a program that the environment starts would read our orders
     os.close(nothing)
     os.dup2(2, 1)
+    lose_prints()
     loop = asyncio.new_event_loop()  # before the limits: it opens a pair of sockets
     kind: Any = None
     refusal, environment = "", cast(Any, None)  # before `begin`, `step` fails and says so

@@ -18,6 +18,7 @@ import msgspec
 
 from actors.evaluator.schedule import Issued, due, result
 from actors.runtime.consume import Consumer, as_lost
+from actors.runtime.contained import named
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
@@ -89,7 +90,7 @@ class Evaluator:
         self._shown: dict[tuple[str, int], tuple[Picture, ...]] = {}  # by data set and prompt, of the evaluation under way
         self._members: dict[str, dict[int, tuple[Entry, Scored | RolloutLost]]] = {}  # by group and number
         self._consumer = Consumer(
-            context, [EVAL_SCORED], "evaluator", on_dead=as_lost(context, _dead), batch=256, rebuild=self._members.clear, holds=True
+            context, [EVAL_SCORED], "evaluator", on_dead=self._buried, batch=256, rebuild=self._members.clear, holds=True
         )
 
     async def run(self) -> None:
@@ -238,8 +239,8 @@ class Evaluator:
                     by_prompt.setdefault(prompt.index, []).append(one)
             try:
                 await asyncio.to_thread(self._keep, data, step, by_prompt.values())
-            except OSError as error:
-                await self._context.refusals.add("kept samples", f"those of {data.name} at step {step} are lost: {error}")
+            except Exception as error:  # noqa: BLE001 - a full disk, a model's folder that is being replaced: no evaluation ends by it
+                await self._context.refusals.add("kept samples", f"those of {data.name} at step {step} are lost: {named(error)}")
             wall = self._context.clock.wall()
             measured = partial(result, data.name, list(by_prompt.values()), issued=issued, wall=wall, duration_s=duration_s)
             outs.append(Out(EVAL_RESULTS, await asyncio.to_thread(measured)))
@@ -249,6 +250,15 @@ class Evaluator:
             self._shown.clear()
             await self._pictures.free()
         return None
+
+    async def _buried(self, entry: Entry, member: Scored | RolloutLost | None, error: str) -> Commit:
+        """What follows a dead score: its sample comes again as lost, and is no duplicate then."""
+        if member is not None:
+            task = member.rollout.task if isinstance(member, Scored) else member
+            members, number = self._members.get(task.group_id, {}), index_of(task.sample_id)
+            if number in members and members[number][0].id == entry.id:
+                del members[number]
+        return await as_lost(self._context, _dead)(entry, member, error)
 
     async def _expected(self, group_id: str, number: int) -> None:
         """Poison: nobody waits for this sample, so that it would lie here for ever."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import isfinite
 from typing import TypeGuard
 
 import msgspec
 
 from actors.evaluator.estimates import at_k, interval
+from actors.runtime.content import LARGEST_REWARD
 from bus.messages.control import EvalDone
 from bus.messages.samples import RolloutLost, Scored
 
@@ -79,8 +79,8 @@ def result(
 
 
 def _measured(member: Member) -> TypeGuard[Scored]:
-    """Whether it has a reward that can be counted: one NaN would be the mean of all."""
-    return isinstance(member, Scored) and isfinite(member.reward)
+    """Whether it has a reward that can be counted: one NaN would be the mean of all, and of huge ones the sum is infinite."""
+    return isinstance(member, Scored) and abs(member.reward) <= LARGEST_REWARD
 
 
 def losses(members: Sequence[Scored | RolloutLost]) -> str:

@@ -20,11 +20,12 @@ import msgspec
 
 from actors.filter.all_samples import AllSamples
 from actors.filter.groups import GroupTable, Half, leaves_now, tips, tokens_of
-from actors.filter.judges import JUDGES, Judge, Member, judge
+from actors.filter.judges import JUDGES, Judge, Member, judge, kept_reason
 from actors.runtime.consume import Consumer, as_lost
+from actors.runtime.contained import named
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.hooks import load_hook
+from actors.runtime.hooks import copies, load_hook
 from actors.runtime.logs import fold_log
 from actors.runtime.miles import judge_of
 from actors.runtime.prompts import decoder_of
@@ -33,6 +34,7 @@ from actors.runtime.staleness import bound_in_steps, rule_of
 from actors.runtime.whole import in_time
 from bus import Commit, Entry, Out, Tail
 from bus.errors import Poison
+from bus.ledger import read_accounts
 from bus.messages.groups import MOST_LIVES, GroupKept, GroupVerdict, OpenGroup, Turned, index_of, part_key
 from bus.messages.policy import Restored, StepDone, life_of
 from bus.messages.samples import RolloutLost, Scored
@@ -63,8 +65,10 @@ class Filter:
         self._custom: Judge | None = None
         if spec.custom_filter:
             args = lambda: {**context.knobs.values, **spec.hook_values}  # noqa: E731
-            self._custom = judge_of(load_hook(spec.custom_filter), args, decoder_of(spec.model_dir))
+            own = judge_of(load_hook(spec.custom_filter), args, decoder_of(spec.model_dir))
+            self._custom = lambda samples: own(copies(samples))
             self._custom_name = f"--dynamic-sampling-filter-path {spec.custom_filter}"
+        self._reasons: set[str] = set()
         self._deadline_s, self._one_at_a_time = spec.hooks_within_s, asyncio.Lock()
         self._table = GroupTable()
         self._turn: Turned | None = None  # the trainer's present step and version, as far as it was heard
@@ -78,11 +82,12 @@ class Filter:
         context.noting = lambda: f"{self._table.n_samples} samples of {len(self._table)} groups in assembly"
         self._busy = asyncio.Lock()  # members arrive and turns end in two tasks; one of them moves groups at a time
         self._consumer = Consumer(
-            context, [SCORED], "filter", on_dead=as_lost(context, _dead), batch=256, rebuild=self._table.clear, holds=True
+            context, [SCORED], "filter", on_dead=self._buried, batch=256, rebuild=self._table.clear, holds=True
         )
 
     async def run(self) -> None:
         """Until draining."""
+        self._reasons |= (await read_accounts(self._context.bus)).dropped.keys()
         tail = Tail(self._context.bus, [POLICY], start="$")
         await tail.open()
         stop = asyncio.Event()
@@ -145,6 +150,11 @@ class Filter:
             if leaves_now(half, **self._now()):
                 await self._release(half, came=index_of(task.sample_id))
         return None
+
+    async def _buried(self, entry: Entry, message: Member | None, error: str) -> Commit:
+        """What follows a dead entry."""
+        self._table.bury(entry, message)
+        return await as_lost(self._context, _dead)(entry, message, error)
 
     async def _opened(self, group_id: str, sample_id: str) -> OpenGroup:
         """A group as the run lists it: how many samples, which of them have left and with what reward. Poison: it lists none, so
@@ -255,17 +265,18 @@ class Filter:
                     reason = await in_time(self._custom_name, self._deadline_s, judge, members, dynamic, known)
             else:
                 reason = judge(members, dynamic, known)
-            if reason is not None and not (isinstance(reason, str) and reason):
+            if reason is not None and not (isinstance(reason, str) and reason.strip()):
                 raise TypeError(f"it gave {reason!r}, which is neither a reason to drop nor None")
         except RunEnds:
             raise
         except Exception as error:  # noqa: BLE001 - what a judge raises costs what it judged
-            said = f"{getattr(dynamic, '__name__', dynamic)}: {type(error).__name__}: {error}"
+            name = self._custom_name if dynamic is self._custom else path
+            said = f"{name}: {named(error)}"
             await self._context.refusals.add("judge", f"{group_id} is dropped: {said}", kind="judge raised")
             self._raised.failed(group_id, said)
             return JUDGE_RAISED
         self._raised.worked()
-        return reason
+        return None if reason is None else kept_reason(reason, self._reasons)
 
 
 def _dead(entry: Entry, lost: RolloutLost) -> Commit:

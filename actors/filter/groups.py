@@ -125,6 +125,15 @@ class GroupTable:
         if not half.wanted:
             self._groups.pop(half.group_id, None)
 
+    def bury(self, entry: Entry, message: Member | None) -> None:
+        """This entry is a dead letter: its sample comes again as lost, and is no duplicate then."""
+        if message is None:
+            return
+        task = message.rollout.task if isinstance(message, Scored) else message
+        half, index = self._groups.get(task.group_id), index_of(task.sample_id)
+        if half is not None and index in half.entries and half.entries[index].id == entry.id:
+            self.give_back(half, (index,))
+
     def give_back(self, half: Half, indexes: Iterable[int]) -> None:
         """These members will come again."""
         for index in indexes:

@@ -6,7 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from actors.runtime.content import LARGEST_REWARD
+from bus.errors import printable
 from bus.messages.samples import RolloutLost, Scored
+
+MOST_REASONS, REASON_CHARS = 200, 80  # told apart, for the accounts keep each for ever; and of one
+OTHER_REASON = "other_reason"
 
 Member = Scored | RolloutLost
 Judge = Callable[[Sequence[Scored]], str | None]
@@ -63,6 +67,15 @@ JUDGES: dict[str, Judge] = {
     "check_reward_nonzero_std": nonzero_std,
     "no_truncation": no_truncation,
 }
+
+
+def kept_reason(reason: str, known: set[str]) -> str:
+    """A drop reason as the accounts take it, one short line; when too many are `known`, those that are new share a name."""
+    short = printable(" ".join(reason.split()))[:REASON_CHARS]
+    if short not in known and len(known) >= MOST_REASONS:
+        return OTHER_REASON
+    known.add(short)
+    return short
 
 
 def judge(members: Sequence[Member], dynamic: Judge, known: Sequence[float] = ()) -> str | None:

@@ -13,8 +13,9 @@ import msgspec
 
 from actors.partial.decide import ACTIONS, POLICIES, BufferPolicy, Plan, Waiting, fifo, mask_prefix
 from actors.runtime.consume import Consumer, as_lost
+from actors.runtime.contained import named
 from actors.runtime.context import Context
-from actors.runtime.hooks import load_hook
+from actors.runtime.hooks import copies, load_hook
 from actors.runtime.logs import fold_log
 from actors.runtime.refusals import Row, RunEnds
 from actors.runtime.whole import in_time
@@ -96,16 +97,17 @@ class PartialBuffer:
             else:  # not in the event loop, which it would hold up
                 name = f"--buffer-filter-path {self._spec.buffer_filter}"
                 plans = await in_time(
-                    name, self._spec.hooks_within_s, lambda: list(self._policy(self._step, waiting))
+                    name, self._spec.hooks_within_s, lambda: list(self._policy(self._step, copies(waiting)))
                 )
             orders = [plan.order for plan in plans]
             known = {w.order for w in waiting}
             if len(set(orders)) < len(orders) or not set(orders) <= known or any(p.action not in ACTIONS for p in plans):
                 raise ValueError(f"it gave plans that do not fit: {plans[:3]!r}")
+            plans = [Plan(int(plan.order), plan.action) for plan in plans]
         except RunEnds:
             raise
         except Exception as error:  # noqa: BLE001 - what a policy raises costs its order, no sample
-            said = f"{self._spec.buffer_filter}: {type(error).__name__}: {error}"
+            said = f"{self._spec.buffer_filter}: {named(error)}"
             await self._context.refusals.add("buffer_filter", f"first in, first out instead: {said}", kind="policy raised")
             self._raised.failed(waiting[0].parked.task.group_id, said)
             return fifo(self._step, waiting)

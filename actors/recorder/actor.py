@@ -3,7 +3,7 @@
 Reads  policy, trained, eval.results, knobs, events, verdicts, dead (logs), the newest of groups    Writes  events (texts)
 Owns  metrics.jsonl, trained.jsonl, samples.jsonl
 Started again it goes on behind the last line of each stream: no entry is written twice. A restore of the trainer is a
-line of its own that names the lost steps; lines already written stay.
+line of its own that names the lost steps; lines already written stay. While the disk is full it waits, and the run goes on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,6 +33,7 @@ from actors.runtime.context import Context
 from actors.runtime.host import lives
 from actors.runtime.prompts import Tokenizer
 from actors.runtime.readable import readable
+from actors.runtime.run import disk_text
 from bus import Bus, Out
 from bus.errors import BadMessage
 from bus.messages.control import Event
@@ -38,6 +42,7 @@ from bus.topology import EVENTS, GROUPS, TRAINED
 
 TRACKERS_END_S = 10.0  # for the last points and what a tracker does at its end
 AFTER_THE_OTHERS_S = 2.0  # what is left of the drain when it gives up waiting for the others
+FULL_S = 1.0  # between two looks whether a full disk has space again
 LOOKED_AT = 256  # newest entries of groups, of which a few are kept as text
 TEXTS_FROM_S, TEXTS_TO_S = 30.0, 600.0  # between two looks at texts, twice as long each time: a week leaves 10 MB of them
 
@@ -65,12 +70,16 @@ class Recorder:
         unread: Callable[[str], None] = lambda _: None,
         opened: Callable[[History], None] = lambda _: None,
         say: Callable[[str], None] = lambda _: None,
+        tell: Callable[[str], Awaitable[None]] = lambda _: asyncio.sleep(0),
+        waiting: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`say`: for the log. `opened`: told when the file is ours alone, with what it holds, which is folded further from then
+        """`say`: for the log. `tell`, `waiting`: for the operator, that the disk is full.
+        `opened`: told when the file is ours alone, with what it holds, which is folded further from then
         on."""
         self._bus = bus
         self._run_dir = run_dir
         self._unread, self._opened, self._log = unread, opened, say
+        self._tell, self._waiting, self._stop = tell, waiting, asyncio.Event()
         self._print_every = spec.print_every if spec is not None else 0
         directory = spec.tokenizer_dir if spec is not None else ""
         self._tokenizer = Tokenizer(directory) if directory and (Path(directory) / "tokenizer.json").exists() else None
@@ -80,6 +89,7 @@ class Recorder:
         self, stop: asyncio.Event, others_end: Callable[[], Awaitable[bool]] = lambda: asyncio.sleep(0, True)
     ) -> None:
         """Until `stop`, and then until `others_end` and the logs have come to their end. Woken by the blocking read."""
+        self._stop = stop
         file = await asyncio.to_thread(MetricsFile, self._run_dir)
         feed = await asyncio.to_thread(self._feed)
         self._opened(feed.history)
@@ -103,9 +113,9 @@ class Recorder:
     async def _write(self, file: MetricsFile, feed: Feed, block_s: float) -> bool:
         read, more = await feed.read(block_s)
         if told := [record for record in read if record["kind"] in LIVES]:
-            await asyncio.to_thread(append_trained, self._run_dir, told)
+            await self._on_disk(append_trained, self._run_dir, told)
         records = [record for record in read if record["kind"] not in LIVES]
-        file.append(records)
+        await self._on_disk(file.append, records)
         kinds = {record["kind"] for record in records}
         if kinds & {"checkpoint", "finished"}:
             await self._write_ledger(file, feed)
@@ -137,7 +147,7 @@ class Recorder:
             if not isinstance(message, GroupKept) or fault_of(message):
                 continue
             kept = [{"step": step, **readable(s, tokenizer.decode, samples.TEXT_CHARS)} for s in message.samples]
-            await asyncio.to_thread(samples.append, self._run_dir, kept)
+            await self._on_disk(samples.append, self._run_dir, kept)
             if not shown:
                 both = [message.samples[i] for i in dict.fromkeys((0, len(message.samples) - 1))]
                 shown = [sample_event(scored, step, tokenizer.decode, self._bus.clock.wall()) for scored in both]
@@ -148,7 +158,27 @@ class Recorder:
         record: Record = {"kind": "ledger", "wall": self._bus.clock.wall(), "accounts": small.ledger}
         if small.ledger and small.ledger != feed.history.ledger:
             feed.history.fold(record)
-            file.append([record])
+            await self._on_disk(file.append, [record])
+
+    async def _on_disk(self, write: Callable[..., None], *args: Any) -> None:
+        """Write. While the disk is full it is tried again and again, and what the run tells meanwhile stays on the bus: a record is
+        no reason to end. The end of the run does not wait for it."""
+        try:
+            return await asyncio.to_thread(write, *args)
+        except OSError as error:
+            full = disk_text(error, (str(self._run_dir),))
+            if not full or self._stop.is_set():
+                raise
+        await self._tell(f"{full}. The run goes on, its record waits")
+        with self._waiting(full):
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), FULL_S)
+                try:
+                    return await asyncio.to_thread(write, *args)
+                except OSError as error:
+                    if not disk_text(error, ()) or self._stop.is_set():
+                        raise
 
 
 async def run(context: Context, spec: RecorderSpec) -> None:
@@ -179,7 +209,10 @@ async def run(context: Context, spec: RecorderSpec) -> None:
             tasks.add(asyncio.create_task(Exporter(context.bus, spec.exporter, lambda: history, say).serve()))
 
     log, run_dir = context.log, Path(context.spec.run_dir)
-    recorder = Recorder(context.bus, run_dir, spec, unread=log.warning, opened=opened, say=log.info)
+    recorder = Recorder(
+        context.bus, run_dir, spec, unread=log.warning, opened=opened, say=log.info,
+        tell=partial(context.event, "record waits", level="error"), waiting=partial(context.waiting, first=True),
+    )  # fmt: skip
     try:
         with context.waiting("news"):
             await recorder.follow(context.draining, others_end)

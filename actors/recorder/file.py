@@ -74,7 +74,18 @@ def append_lines(file: Path, records: Iterable[Record], *, older: Path, most_byt
     if file.exists() and file.stat().st_size > most_bytes:
         file.replace(older)
     with file.open("ab") as opened:
-        opened.write(lines_of(records))
+        _append(opened.fileno(), lines_of(records))
+
+
+def _append(file: int, body: bytes) -> None:
+    """All of it or, on a full disk, nothing: half a line would spoil the one behind it, and what was written is written again."""
+    end = os.lseek(file, 0, os.SEEK_END)
+    try:
+        while body:
+            body = body[os.write(file, body) :]
+    except OSError:
+        os.ftruncate(file, end)
+        raise
 
 
 def lines_of(records: Iterable[Record]) -> bytes:
@@ -100,8 +111,7 @@ class MetricsFile:
     def append(self, records: list[Record]) -> None:
         """Write whole lines and hand them to the operating system."""
         if records:
-            self._file.write(lines_of(records))
-            self._file.flush()
+            _append(self._file.fileno(), lines_of(records))
 
     def close(self) -> None:
         """Make it durable and release the lock."""

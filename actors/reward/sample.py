@@ -116,4 +116,6 @@ def _number(value: object) -> float | None:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, str) and value[:1] + value[-1:] == "<>":  # the type, as wire.py tells it
+        return f"a value of type {value[1:-1]}"
     return "None" if value is None else f"{type(value).__name__} {str(value)[:80]!r}"

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
 from actors.runtime.child import adopt_orphans, die_with_parent
-from actors.runtime.contained import contained, text_of
+from actors.runtime.contained import contained, lose_prints, named
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.miles import reward_of
 from actors.runtime.priority import lower_to
@@ -45,7 +45,7 @@ def main() -> None:
     try:
         hook: Hook = reward_of(load_hook(hook_path), json.loads(os.environ.get(ARGS, "{}")))
     except BaseException as error:  # noqa: BLE001 - importing a hook may raise anything; it is told, not hidden
-        _send(answers, Ready(error=f"{type(error).__name__}: {text_of(error)}"))
+        _send(answers, Ready(error=named(error)))
         sys.exit(2)
     is_async = inspect.iscoroutinefunction(hook) or inspect.iscoroutinefunction(type(hook).__call__)
     _send(answers, Ready(is_async=is_async))
@@ -70,6 +70,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
+    lose_prints()
     return asks, answers
 
 
@@ -148,7 +149,7 @@ def _raised(ask: Ask, error: BaseException) -> Answer:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     trace = "".join(traceback.format_exception(error))[-4000:]
-    return Answer(ask.number, error=f"{type(error).__name__}: {text_of(error)}{where}", trace=printable(trace))
+    return Answer(ask.number, error=f"{named(error)}{where}", trace=printable(trace))
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ class Consumer:
         self._names = "+".join(stream.name for stream in streams)
         self._restarts_seen = context.bus.link.server_restarts
         self._retried: dict[tuple[str, str], int] = {}  # attempts here that the server does not know
+        self._slots: dict[tuple[str, str], Callable[[], None]] = {}  # of entries at work: gives back the slot
         self._suspects: list[Entry] = []  # wait for their trial
         self._spared: list[Entry] = []  # failed as all do now: others have their turn first, whether it works for them
         self._on_trial: set[tuple[str, str]] = set()
@@ -97,22 +98,35 @@ class Consumer:
                     yield
                 finally:
                     stop.set()
+        except BaseException as error:
+            if isinstance(error, BusFull) or (isinstance(error, BaseExceptionGroup) and error.split(BusFull)[0] is not None):
+                await self._spare()
+            raise
         finally:
             await self.reader.close()
+
+    async def _spare(self) -> None:
+        """A full disk ends this process, and no entry that is under way: it is no delivery of theirs."""
+        with suppress(*STOPS):
+            await self.reader.recount([(entry, max(0, self._delivered(entry) - 1)) for entry in self.reader.held.values()])
 
     async def _loop(self, handler: Handler) -> None:
         context = self._context
         slots = asyncio.Semaphore(self._concurrency)
         free = self._batch
 
-        async def beside(entry: Entry) -> None:
+        def give_back() -> None:
             nonlocal free
+            free += 1
+            slots.release()
+
+        async def beside(entry: Entry) -> None:
+            self._slots[_key(entry)] = give_back
             try:
                 await self.one(entry, handler)
             finally:
                 context.in_flight -= 1
-                free += 1
-                slots.release()
+                self._leave_slot(entry)
 
         if self._concurrency > 1:
             free = self._concurrency
@@ -133,6 +147,11 @@ class Consumer:
                     await slots.acquire()
                     free -= 1
                     tasks.create_task(beside(entry))
+
+    def _leave_slot(self, entry: Entry) -> None:
+        """Somebody else may have the slot of this entry, if it has one still."""
+        if (give_back := self._slots.pop(_key(entry), None)) is not None:
+            give_back()
 
     def _note_server_restart(self) -> None:
         restarts = self._context.bus.link.server_restarts
@@ -265,6 +284,8 @@ class Consumer:
             return
         context.count("retries")
         await context.refusals.add(f"retry/{entry.stream.name}", f"{entry.id}: {error}", kind="tried again")
+        if decision.counted:  # those that fail must not hold up the others, unless all do: a broken data set, the training
+            self._leave_slot(entry)
         await context.clock.sleep(decision.after_s)
         self._on_trial.discard(_key(entry))  # beside one that is tried alone nothing is read: not even itself again
         if not decision.counted:

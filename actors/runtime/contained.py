@@ -1,10 +1,12 @@
-"""What code of the user's raises stays an Exception, whatever it was."""
+"""What code of the user's raises stays an Exception, whatever it was; what it prints is nobody's failure."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 from bus.errors import printable
 
@@ -34,9 +36,14 @@ def as_exception(error: BaseException) -> Exception:
     say what it is: who tells it to the operator would fail by it."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration) and _text(error) is not None:
         return error
-    raised = HookRaised(f"{type(error).__name__}: {text_of(error)}".rstrip(": "))
+    raised = HookRaised(named(error))
     raised.__traceback__ = error.__traceback__
     return raised
+
+
+def named(error: BaseException) -> str:
+    """An error's type and what it says, in one line that every message takes."""
+    return text_of(error) if isinstance(error, HookRaised) else f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
 
 
 def text_of(error: BaseException) -> str:
@@ -58,3 +65,27 @@ def _is_cancelled() -> bool:
     except RuntimeError:  # no loop runs in this thread
         return False
     return task is not None and task.cancelling() > 0
+
+
+class _Lossy:
+    """A text stream whose disk may be full: what it cannot take is lost, and nobody fails by it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lose_prints() -> None:
+    """From here on a print fails by no full disk, where the log lies: a reward that printed cost its sample, and that its group."""
+    sys.stdout, sys.stderr = cast(TextIO, _Lossy(sys.stdout)), cast(TextIO, _Lossy(sys.stderr))

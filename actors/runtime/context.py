@@ -119,6 +119,8 @@ class Context:
         waits_for, since = self._waits[0] if self._waits else own
         if self.bus.waiting_for_room:
             waits_for = f"room on stream {self.bus.waiting_for_room}"
+        elif self.bus.blobs.full:
+            waits_for = self.bus.blobs.full
         state: ActorState = "waiting" if waits_for and self.state == "running" else self.state
         return Vitals(
             actor=self.name,

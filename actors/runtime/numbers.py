@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
 def number_of(value: object) -> float | None:
-    """A number, or an array's only one, as a float; None for anything else, texts among them."""
+    """A number, or an array's only one, as a float (too large a one is infinite); None for anything else, texts among them."""
     try:
         only: Any = value.item() if hasattr(value, "item") else value
-        return None if isinstance(only, str | bytes | bytearray) else float(only)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+        if isinstance(only, str | bytes | bytearray):
+            return None
+        try:
+            return float(only)
+        except OverflowError:  # of Python's whole numbers
+            return math.inf if only > 0 else -math.inf
+    except (TypeError, ValueError, RuntimeError):
         return None
 
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from actors.runtime.contained import contained
+from actors.runtime.contained import contained, lose_prints
 from actors.runtime.context import STOP_WISH, ActorSpec, Context
 from actors.runtime.drain import drain_watch
 from actors.runtime.leftovers import ends_with_us
@@ -46,6 +46,7 @@ END_AGAIN_S = 30.0  # for what was cancelled to end; engines and processes are e
 
 def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> None:
     """`python -m actors.<room> SPEC.json`: read the spec, run the room, exit with the code above."""
+    lose_prints()
     log_to_stderr()
     try:
         spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorSpec)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.runtime.contained import as_exception, text_of
+from actors.runtime.contained import as_exception, named, text_of
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.refusals import Row, RunEnds
 
@@ -115,4 +115,4 @@ def said(error: BaseException, deadline_s: Any = None) -> str:
     where = f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
     if isinstance(error, TimeoutError) and not text_of(error):
         return f"did not end within its deadline ({deadline_s} s){where}"
-    return f"raised {type(error).__name__}: {text_of(error)}{where}"
+    return f"raised {named(error)}{where}"

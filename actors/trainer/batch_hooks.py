@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from actors.runtime.contained import named
 from actors.runtime.context import Context
 from actors.runtime.miles import MilesSample, judged
 from actors.runtime.numbers import number_of
@@ -84,6 +85,8 @@ class BatchHooks:
                 found = settled(name, answer, flat, found, before)
             except Unfit as error:
                 hook.refused(str(error))
+            except Exception as error:  # noqa: BLE001 - what it gave, or put into a sample, does as it likes
+                hook.refused(f"gave what cannot be used: {named(error)}")
             hook.worked()
         rewards = found.get("rewards", [None] * len(flat))
         return [Fate(bool(s.remove_sample), m, r) for s, m, r in zip(flat, found["loss_masks"], rewards, strict=True)]
@@ -107,11 +110,10 @@ def settled(
     name: str, answer: Any, samples: Sequence[MilesSample], found: dict[str, list[Any]], before: Sequence[Sequence[int]]
 ) -> dict[str, list[Any]]:
     """The dict that is trained, after function `name` gave `answer`. `before`: masks as they were made. Raises Unfit."""
-    if name == FILTER:
-        return found | {"loss_masks": train_data(samples)["loss_masks"]}
     if name == CONVERT and not isinstance(answer, dict):
         raise Unfit(f"gave a {type(answer).__name__}, not a dict of lists")
-    made, new = train_data(samples), answer if isinstance(answer, dict) else found
+    made = train_data(samples)
+    new = found | {"loss_masks": made["loss_masks"]} if name == FILTER else answer if isinstance(answer, dict) else found
     n = len(samples)
     for key, values in new.items():
         if not hasattr(values, "__len__") or len(values) != n:

@@ -6,6 +6,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from actors.runtime.contained import named
 from actors.runtime.hooks import load_hook
 from actors.runtime.run import Refused
 from actors.trainer.objective import PreparedBatch, TrainSample, policy_loss, prepare_batch
@@ -26,7 +27,7 @@ def install(cfg: ObjectiveConfig) -> None:
         except Refused as error:
             raise HookError(field, path, f"cannot be loaded: {error.__cause__ or error}") from error
         except Exception as error:  # the user's module runs while it is imported
-            raise HookError(field, path, f"cannot be loaded: {type(error).__name__}: {error}") from error
+            raise HookError(field, path, f"cannot be loaded: {named(error)}") from error
 
 
 def probe(cfg: ObjectiveConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from actors.runtime.contained import text_of
+from actors.runtime.contained import named
 from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 
 Proximal = Literal["recompute", "current", "rollout", "interpolate"]
@@ -180,7 +180,7 @@ class HookError(ValueError):
     @classmethod
     def of(cls, error: BaseException, field: str, path: str | None, what: str = "") -> HookError:
         """For a function that raised `error`, whatever that is; `what` names a part of the function."""
-        return cls(field, path, f"{what} raised {type(error).__name__}: {text_of(error)}".lstrip())
+        return cls(field, path, f"{what} raised {named(error)}".lstrip())
 
 
 def hooks_of(cfg: ObjectiveConfig) -> dict[str, str]:

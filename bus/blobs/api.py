@@ -13,7 +13,9 @@ from bus.errors import BadMessage
 
 
 class BlobStore(Protocol):
-    """Where large bodies lie."""
+    """Where large bodies lie. `full`: what a body waits for; empty = none waits."""
+
+    full: str
 
     async def put(self, body: bytes) -> str:
         """Store and return the reference. The body is complete when this returns."""

@@ -11,15 +11,21 @@ that opened a file before it was recycled sees another header before or after it
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 import time
 import uuid
 from pathlib import Path
 
 from bus.blobs.api import parse_ref
+from bus.clock import Clock, SystemClock
 from bus.errors import BadMessage, BusFull
 from bus.private import private_directory
 
+log = logging.getLogger(__name__)
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _INLINE_IO_BYTES = 1 << 20  # below this a thread costs more than the copy into shared memory
 _HEAD_BYTES, _ID_CHARACTERS = 64, 32
 _SPARE_BYTES, _SPARE_FILES, _SPARE_CLASS = 1 << 25, 32, 26  # kept per class; larger files are not kept
@@ -27,10 +33,13 @@ _LOCAL = {"tmpfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "zfs", "f2
 
 
 class FileBlobs:
-    """Write to a temporary name, rename: a reader sees all of a body or none of it."""
+    """Write to a temporary name, rename: a reader sees all of a body or none of it. On a full disk, spares go;
+    then it is waited for, `deadline_s` at most, since readers free space all the time."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, clock: Clock | None = None, *, deadline_s: float = 0.0) -> None:
         private_directory(directory)
+        self.full = ""  # what is waited for now; empty = nothing
+        self._clock, self._deadline_s = clock or SystemClock(), deadline_s
         self._directory = str(directory)
         self._recycle = _file_system(directory.resolve()) in _LOCAL  # others' caches may show a file's former body
         self._known: dict[int, list[str]] = {}
@@ -77,6 +86,26 @@ class FileBlobs:
                 continue
 
     async def put(self, body: bytes) -> str:
+        until, pause_s = self._clock.monotonic() + self._deadline_s, 0.05
+        try:
+            while True:
+                try:
+                    return await self._put(body)
+                except BusFull as error:
+                    full = isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL
+                    if full and self._drop_spares():
+                        continue
+                    if not full or self._clock.monotonic() + pause_s > until:
+                        raise
+                    if not self.full:
+                        log.warning("%s Trying again for %.0f s", error, self._deadline_s)
+                self.full = f"space in {self._directory}"
+                await self._clock.sleep(pause_s)
+                pause_s = min(1.0, 2 * pause_s)
+        finally:
+            self.full = ""
+
+    async def _put(self, body: bytes) -> str:
         blob_id = uuid.uuid4().hex
         if len(body) < _INLINE_IO_BYTES:
             self._write(blob_id, body)
@@ -146,6 +175,14 @@ class FileBlobs:
         except FileNotFoundError:
             os.makedirs(self._folder(kind), mode=0o700, exist_ok=True)
             return []
+
+    def _drop_spares(self) -> bool:
+        """Whether there was one: those of one size take the space of bodies of another."""
+        spares = list(Path(self._directory, "free").glob("*/*"))
+        for spare in spares:
+            _unlink(str(spare))
+        self._known.clear()
+        return bool(spares)
 
     def _folder(self, kind: int) -> str:
         return f"{self._directory}/free/{kind}"

@@ -36,6 +36,8 @@ class RedisBlobs:
     """One Redis list per blob, one element per piece. Bodies that come while others are being written go together in the next
     write: across hosts a round trip costs more than the bytes."""
 
+    full = ""  # the link waits for a server that takes no writes
+
     def __init__(self, link: Link, keys: Keys) -> None:
         keep_pages()
         self._link = link

@@ -61,7 +61,9 @@ class Bus:
         self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, PREFIX, SNAPSHOT, BEAT))
         self.expect(config.life)
         self.blobs: BlobStore = (
-            FileBlobs(Path(config.blob_dir)) if config.blob_dir else RedisBlobs(self.link, self.keys)
+            FileBlobs(Path(config.blob_dir), self.clock, deadline_s=0.9 * config.deadline_s)
+            if config.blob_dir
+            else RedisBlobs(self.link, self.keys)
         )
         self._stream_keys = StreamKeys(self.keys)
         self._sender = uuid.uuid4().hex[:16]  # names this process's marks; decides nothing

@@ -95,7 +95,11 @@ class LocalPlacer:
             process.adopt(*forked)
         else:
             await process.start((*PYTHON, *words), self.log_file(name), {**os.environ, **environment}, append=True)
-        self._pid_file(name).write_text(f"{process.pid}\n")
+        try:
+            self._pid_file(name).write_text(f"{process.pid}\n")
+        except OSError:  # a full disk: nobody else would find this process, and start a second one
+            await process.stop(0.0)
+            raise
         return process
 
     async def end_of(self, spec: ActorSpec, process: Process) -> End:

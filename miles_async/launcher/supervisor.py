@@ -20,6 +20,7 @@ from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
 ASKED_S = 3.0  # by when the bus says how far the run was
+FULL_S, START_S = 5.0, 600.0  # a full disk: between two tries to start an actor, and for how long the run does without one
 AGAIN_S = 1.0  # before an actor that lost its place through no fault of its own takes another
 
 
@@ -144,13 +145,23 @@ class Supervisor:
     async def _keep(self, kept: Kept) -> None:
         name, role = kept.spec.name, kept.spec.role
         failed = ""  # how the life before this one failed
+        full_since, told_full = 0.0, False
         while await self._unless_stopping(self._placer.place(kept.spec)):
-            began = self._clock.monotonic()
             try:
                 kept.process = await self._placer.start(kept.spec)
             except OSError as error:
-                why = disk_text(error, ()) or f"{error.strerror or error}: {error.filename}. Put back what is missing"
-                raise RunFailed(f"{name} cannot be started: {why}.", status=1) from None
+                full = disk_text(error, (kept.spec.run_dir,))
+                why = full or f"{error.strerror or error}: {error.filename}. Put back what is missing"
+                full_since = full_since or self._clock.monotonic()
+                left_s = START_S - (self._clock.monotonic() - full_since)
+                if not full or (left_s <= 0 and not self._is_spared(kept)):
+                    raise RunFailed(f"{name} cannot be started: {why}.", status=1) from None
+                if not told_full:
+                    self.notes.append(("restart", f"{name} cannot be started, and is tried again until there is space: {why}"))
+                told_full = True
+                await self._pause(FULL_S)
+                continue
+            began, full_since, told_full = self._clock.monotonic(), 0.0, False
             if self._stopping.is_set():  # asked to drain while it started
                 kept.process.ask_to_end()
             end = await self._placer.end_of(kept.spec, kept.process)

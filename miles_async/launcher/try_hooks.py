@@ -24,6 +24,7 @@ from actors.generation.rollouts.probe import problem_of as rollout_problem
 from actors.partial.decide import Plan, Waiting
 from actors.reward.sample import Sample, settle
 from actors.reward.wire import plain
+from actors.runtime.contained import named, text_of
 from actors.runtime.hooks import load_hook, own_stdout
 from actors.runtime.miles import MilesSample, judge_of, judged, reward_of
 from actors.runtime.prompts import DataSpec, parts_of
@@ -31,6 +32,7 @@ from actors.runtime.rows import BadData, sources_of
 from actors.runtime.sources import rows_function
 from actors.runtime.whole import fitting
 from actors.trainer.batch_hooks import CONVERT, FILTER, POSTPROCESS, settled, train_data
+from bus.errors import printable
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Sampling, Scored
 from bus.messages.versions import VersionSpan
@@ -71,8 +73,8 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
     """What is wrong with a hook; empty when nothing is."""
     try:
         hook = load_hook(path)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's module runs while it is imported
-        return f"cannot be loaded: {type(error).__name__}: {error}"
+    except BaseException as error:  # noqa: BLE001 - the user's module runs while it is imported
+        return f"cannot be loaded: {named(error)}"
     if field == "custom_generate_function_path":
         return _rollout_problem(path, ask)
     if field == "custom_rm_path":
@@ -99,13 +101,13 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         answer = _answer(hook, given, ask.deadline_s)
     except (OSError, TimeoutError):
         return ""
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
+    except BaseException as error:  # noqa: BLE001 - whatever the user's function raises
         outside = type(error).__module__.partition(".")[0] in OUTSIDE
-        return "" if outside else f"raised {type(error).__name__}: {error}"
+        return "" if outside else f"raised {named(error)}"
     try:
         return _judged(field, answer, ask, given)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
-        return str(error)
+    except BaseException as error:  # noqa: BLE001 - whatever the user's function raises
+        return text_of(error)
 
 
 def _rollout_problem(path: str, ask: Ask) -> str:
@@ -215,7 +217,7 @@ def main() -> int:
     ask = msgspec.json.decode(sys.stdin.buffer.read(), type=Ask)
     with own_stdout() as answers:
         found = [
-            {"field": field, "path": path, "problem": " ".join(problem.split())[:300], "remedy": SIGNATURES[field]}
+            {"field": field, "path": path, "problem": printable(" ".join(problem.split()))[:300], "remedy": SIGNATURES[field]}
             for field, path in ask.paths.items()
             if (problem := problem_of(field, path, ask))
         ]

@@ -159,6 +159,35 @@ def test_what_they_may_not_give_is_refused(answer: Any, says: str) -> None:
         settled(CONVERT, answer, samples, train_data(samples), [list(s.loss_mask) for s in samples])
 
 
+def test_a_sample_filter_trains_nothing_either_that_no_model_made() -> None:
+    samples = judged(episode(0, 1.0), str)
+    before = [list(s.loss_mask) for s in samples]
+    samples[0].loss_mask = [1] * len(before[0])
+    with pytest.raises(Unfit, match="trains what no model made"):
+        settled(FILTER, None, samples, train_data(samples), before)
+
+
+def forgets(args: Any, groups: list[list[Any]]) -> None:
+    del groups[0][0].remove_sample
+
+
+def nothing_for_masks(args: Any, samples: list[Any]) -> dict[str, Any]:
+    return {"loss_masks": [None] * len(samples)}
+
+
+@pytest.mark.parametrize(("name", "hook"), [(FILTER, forgets), (CONVERT, nothing_for_masks)])
+async def test_what_ours_cannot_even_look_at_is_that_functions_failure(redis_url: str, run_name: str, name: str, hook: Any) -> None:
+    async def body(context: Context) -> None:
+        groups, odd = batch(), hooks(context, **{name: hook})
+        assert not await odd.apply(groups, to_samples(groups))
+        assert not await odd.apply(groups, to_samples(groups))
+        with pytest.raises(RunEnds, match=rf"{hook.__name__} failed 3 times in a row.* gave what cannot be used: \w+Error: "):
+            await odd.apply(groups, to_samples(groups))
+
+    [said] = await on(redis_url, run_name, body)
+    assert hook.__name__ in said.text
+
+
 async def test_all_samples_of_a_step_are_shown_with_what_became_of_them(redis_url: str, run_name: str) -> None:
     CALLS.clear()
     spec = FilterSpec(shows_all_to=f"{__name__}.keeps", hooks_within_s=5.0)

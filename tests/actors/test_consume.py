@@ -19,7 +19,8 @@ from actors.runtime.context import Context
 from actors.runtime.refusals import Row, RunEnds
 from actors.runtime.retry import NotItsFault
 from bus import Bus, Commit, Out
-from bus.errors import Transient
+from bus.clock import SystemClock
+from bus.errors import BusFull, Transient
 from bus.knobs.live import LiveKnobs
 from bus.messages.samples import Parked, RolloutLost
 from bus.topology import DEAD, EVENTS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED
@@ -31,12 +32,12 @@ N = 24
 SLOTS = 16
 
 
-def consumer_of(bus: Bus, name: str) -> Consumer:
+def consumer_of(bus: Bus, name: str, context: Context | None = None, **more: Any) -> Consumer:
     def lost(entry: Any, lost: RolloutLost) -> Commit:
         return Commit(append=(Out(ROLLOUTS, lost),))
 
-    context = Context(actor_of(name=name, role="generation", bus=bus.config), bus, LiveKnobs(bus))
-    return Consumer(context, [PROMPTS], "generation", on_dead=as_lost(context, lost))
+    context = context or Context(actor_of(name=name, role="generation", bus=bus.config), bus, LiveKnobs(bus))
+    return Consumer(context, [PROMPTS], "generation", on_dead=as_lost(context, lost), **more)
 
 
 @pytest.mark.parametrize("poisons", [("g3/0",), ("g3/0", "g17/0"), ()])
@@ -97,6 +98,77 @@ async def test_a_peer_that_takes_over_from_the_dead_counts_on(redis_url: str, ru
         await last.reader.close()
         [letter] = await messages(bus, DEAD)
         assert "delivered 6 times" in letter.error and await bus.length(PROMPTS) == 0
+
+
+async def test_a_full_disk_that_ends_one_process_after_the_other_costs_no_entry(redis_url: str, run_name: str) -> None:
+    """Six lives without space for a body buried what was under way in them."""
+    async with open_bus(redis_url, run_name, lease_s=0.2) as bus:
+        await list_open(bus, "g1", "g2", n=1)
+        await put(bus, PROMPTS, task(1, 0, n=1), task(2, 0, n=1))
+        both = asyncio.Event()
+        begun: list[str] = []
+
+        async def full(entry: Any, message: Any) -> Commit:
+            begun.append(message.sample_id)
+            if len(begun) % 2:
+                await both.wait()
+            raise BusFull("a body was not written: No space left on device")
+
+        for _ in range(bus.config.max_deliveries + 2):
+            with pytest.raises(ExceptionGroup):
+                await asyncio.wait_for(consumer_of(bus, "w", concurrency=2).run(full), 10.0)
+        assert {*begun} == {"g1/0", "g2/0"}
+
+        async def done(entry: Any, message: Any) -> Commit:
+            return Commit(ack=(entry,))
+
+        async def none_left() -> bool:
+            return await bus.length(PROMPTS) == 0
+
+        context = Context(actor_of(name="w", role="generation", bus=bus.config), bus, LiveKnobs(bus))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(consumer_of(bus, "w", context, concurrency=2).run(done))
+            await until(none_left)
+            context.draining.set()
+        assert not await bus.length(DEAD)
+
+
+class Held(SystemClock):
+    """Who sleeps does so until told."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        await self.over.wait()
+
+
+async def test_what_is_to_be_tried_again_leaves_its_slot_to_others_meanwhile(redis_url: str, run_name: str) -> None:
+    """A broken set of an evaluation, which is read first, held up the training for as long as its samples were tried."""
+    async with open_bus(redis_url, run_name) as bus:
+        context = Context(actor_of(name="w", role="generation", bus=bus.config), bus, LiveKnobs(bus))
+        context.clock = clock = Held()
+        await list_open(bus, *(f"g{i}" for i in range(6)), n=1)
+        await put(bus, PROMPTS, *(task(i, 0, n=1) for i in range(6)))
+        tried: list[str] = []
+
+        async def handle(entry: Any, message: Any) -> Commit:
+            tried.append(message.sample_id)
+            if message.sample_id < "g4" and not clock.over.is_set():
+                raise Transient("away")
+            return Commit(ack=(entry,))
+
+        async def left(n: int) -> bool:
+            return await bus.length(PROMPTS) == n
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(consumer_of(bus, "w", context, concurrency=2).run(handle))
+            await until(lambda: left(4))
+            assert context.in_flight == 4 and sorted(tried) == [f"g{i}/0" for i in range(6)]
+            clock.over.set()
+            await until(lambda: left(0))
+            context.draining.set()
+        assert context.in_flight == 0 and not await bus.length(DEAD)
 
 
 async def test_what_fails_by_itself_after_deaths_has_all_its_attempts(redis_url: str, run_name: str) -> None:

@@ -126,11 +126,26 @@ async def test_a_measurement_that_failed_is_told_as_failed_with_the_reason(
     assert not history.evals and history.failed_evals["held"]["error"] == why
 
 
-async def test_samples_that_were_lost_count_as_wrong_and_are_told(redis_url: str, run_name: str, tmp_path: Path) -> None:
+async def test_samples_that_cannot_be_kept_cost_no_evaluation(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
+        await put(bus, ACTIVE, active(0))
+        tasks = await issued(bus, N)
+        (tmp_path / "tokenizer.json").write_text("{}")  # the model's folder is being replaced: no OSError is raised for it
+        await put(bus, EVAL_SCORED, *(answer(t, 1.0, VersionSpan(1, 0, 2)) for t in tasks))
+        [done] = await results(bus)
+        said = [m.text for m in await messages(bus, EVENTS) if "kept samples" in getattr(m, "text", "")]
+        assert done.metrics["eval/held"] == 1.0 and await messages(bus, DEAD) == []
+        assert len(said) == 1 and "those of held at step 0 are lost: " in said[0]
+
+
+@pytest.mark.parametrize("unusable", [float("nan"), 1e308])
+async def test_samples_that_were_lost_count_as_wrong_and_are_told(
+    redis_url: str, run_name: str, tmp_path: Path, unusable: float
+) -> None:
     async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
         await put(bus, ACTIVE, active(0))
         first, *rest = await issued(bus, N)
-        rewards = (1.0, 1.0, float("nan"))
+        rewards = (1.0, 1.0, unusable)
         await put(bus, EVAL_SCORED, lost(first), *(answer(t, r, VersionSpan(1, 0, 2)) for t, r in zip(rest, rewards, strict=True)))
         [done] = await results(bus)
         line, _ = await shown(bus)

@@ -320,7 +320,7 @@ def test_every_answer_travels() -> None:
         body = frame(Answer(1, plain(value)))
         assert int.from_bytes(body[:4], "little") == len(body) - 4
         assert decode_from_verifier(body[4:]) == Answer(1, plain(value))
-    assert plain(10**400) == "<int>" and plain({3: True}) == {"3": 1.0}
+    assert plain(10**400) == float("inf") and plain({3: True}) == {"3": 1.0}
     assert plain(np.array([1, 2])) == [1.0, 2.0] == plain([np.float32(1), np.int64(2)]) and plain(np.array([3])) == 3.0
     assert plain(np.array(["1"])) == ["1"]
     nan = plain(float("nan"))

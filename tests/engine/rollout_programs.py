@@ -236,3 +236,16 @@ async def side_by_side(task: Task, session: Session) -> list[Trajectory]:
     if STATE["runs"] == 1:
         raise RuntimeError("once")
     return [Trajectory([*ids, told], [left]), Trajectory(task.prompt, [first, env([told, told]), right])]
+
+
+async def carries_an_object(task: Task, session: Session) -> list[Trajectory]:
+    return [Trajectory(task.prompt, [await session.generate(task.prompt)], metadata={"mine": object()})]
+
+
+async def answers_a_number(task: Task, session: Session) -> list[Trajectory]:
+    return [Trajectory(task.prompt, [await session.generate(task.prompt)], response=7)]  # type: ignore[arg-type]
+
+
+async def keeps_notes(task: Task, session: Session) -> list[Trajectory]:
+    task.metadata["mine"] = object()
+    return [Trajectory(task.prompt, [await session.generate(task.prompt)])]

@@ -289,8 +289,8 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
     ("program", "said"),
     [
         ("broken", f"{HERE}.broken on g/0 raised KeyError: 'no such tool' at rollout_programs.py:"),
-        ("leaves", f"{HERE}.leaves on g/0 raised HookRaised: SystemExit: 0 at rollout_programs.py:"),
-        ("cancels", f"{HERE}.cancels on g/0 raised HookRaised: CancelledError at rollout_programs.py:"),
+        ("leaves", f"{HERE}.leaves on g/0 raised SystemExit: 0 at rollout_programs.py:"),
+        ("cancels", f"{HERE}.cancels on g/0 raised CancelledError at rollout_programs.py:"),
         ("flooded", "flooded on g/0 raised ValueError: dump gave 100,000,005 bytes"),
         ("says", "the rollout program returned 'lease' for g/0, no list of trajectories"),
         ("twice", "is in two trajectories, or twice in one"),
@@ -298,6 +298,8 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
         ("cooler", "asks for temperature 0.5, its task has 1.0"),
         ("forgets_each_time", "g/0 has 300 trajectories, and each is trained with all it read: at most 256 are taken"),
         ("invented", "as the model's that no call of this session made"),
+        ("carries_an_object", "gave g/0 metadata, a response or a reward that cannot travel with it: TypeError: Encoding objects"),
+        ("answers_a_number", "that cannot travel with it: ValidationError: Expected `str`"),
     ],
 )
 async def test_a_program_that_is_wrong_costs_its_sample_and_says_where(
@@ -305,6 +307,11 @@ async def test_a_program_that_is_wrong_costs_its_sample_and_says_where(
 ) -> None:
     rollout, _, [letter] = await played(redis_url, run_name, program)
     assert isinstance(rollout, RolloutLost) and said in letter.error
+
+
+async def test_what_a_program_does_to_its_tasks_metadata_stays_its_own(redis_url: str, run_name: str) -> None:
+    rollout, _, dead = await played(redis_url, run_name, "keeps_notes")
+    assert not dead and rollout.task.metadata == {}
 
 
 async def test_turns_side_by_side_are_told_apart_when_they_are_replayed(redis_url: str, run_name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tracemalloc
 from dataclasses import replace
@@ -179,6 +180,43 @@ async def test_a_folder_that_was_removed_is_made_anew_and_a_run_without_its_own_
     said = r"^p cannot be started: No such file or directory: .*/r/actors\. Put back what is missing\.$"
     with pytest.raises(RunFailed, match=said):
         await supervisor.watch(supervisor.kept["p"])
+
+
+class Full(Scripted):
+    """A placer on a disk that is full for so many starts."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__([EXIT_DONE])
+        self.times = times
+
+    async def start(self, spec: Any) -> Any:
+        await super().start(spec)
+        if self.starts <= self.times:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("role", "start_s", "times"), [("sampler", 600.0, 3), ("recorder", 0.0, 3)])
+async def test_an_actor_is_started_when_a_full_disk_has_space_again(
+    role: str, start_s: float, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was full for a quarter of a minute ended the run. Without a recorder it goes on for as long as it takes."""
+    monkeypatch.setattr("miles_async.launcher.supervisor.FULL_S", 0.0)
+    monkeypatch.setattr("miles_async.launcher.supervisor.START_S", start_s)
+    placer = Full(times)
+    supervisor = Supervisor(cast(Any, placer), SystemClock(), budget=BUDGET, furthest=cast(Any, None))
+    supervisor.add(actor_of(name=role, role=role, bus=BusConfig(url="redis://nowhere", run="r"), run_dir=str(tmp_path)))
+    await supervisor.watch(supervisor.kept[role])
+    [(kind, text)] = placer.notes
+    assert placer.starts == times + 1 and kind == "restart"
+    assert text.startswith(f"{role} cannot be started, and is tried again until there is space: no space left: {tmp_path} has ")
+
+
+async def test_a_disk_that_stays_full_ends_the_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_async.launcher.supervisor.START_S", 0.0)
+    supervisor = Supervisor(cast(Any, Full(9)), SystemClock(), budget=BUDGET, furthest=cast(Any, None))
+    supervisor.add(actor_of(name="trainer", role="trainer", bus=BusConfig(url="redis://nowhere", run="r"), run_dir=str(tmp_path)))
+    with pytest.raises(RunFailed, match=rf"^trainer cannot be started: no space left: {tmp_path} has \d+ MB free"):
+        await supervisor.watch(supervisor.kept["trainer"])
 
 
 def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:

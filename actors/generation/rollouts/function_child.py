@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from actors.runtime.contained import lose_prints
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.miles import MilesSample, Status
 from actors.runtime.whole import said
@@ -107,6 +108,7 @@ def _fields(sample: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Until the function raises, or the worker ends."""
+    lose_prints()
     path, url = sys.argv[1:]
     call, loop = Calls(url, sys.stdin.readline().strip()), asyncio.new_event_loop()
     source, address = Source(call), urlsplit(url)

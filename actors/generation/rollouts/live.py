@@ -35,7 +35,7 @@ MOST_CALLS = 10_000  # of one episode; a program that makes more never ends
 
 
 def task_of(task: SampleTask, prompt: list[int]) -> Task:
-    """A sample as its program sees it."""
+    """A sample as its program sees it; what it does to the metadata stays its own."""
     return Task(
         sample_id=task.sample_id,
         group_id=task.group_id,
@@ -44,7 +44,7 @@ def task_of(task: SampleTask, prompt: list[int]) -> Task:
         prompt=prompt,
         prompt_text=task.prompt_text,
         label=task.label,
-        metadata=task.metadata,
+        metadata=msgspec.msgpack.decode(msgspec.msgpack.encode(task.metadata)),
         sampling=task.sampling,
         eval_name=task.eval_name,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
@@ -16,6 +17,7 @@ from actors.generation.rollouts import Segment, Trajectory
 from actors.generation.routing import Rows
 from actors.generation.sample import Running, joined
 from actors.runtime.arrays import tokens_fault
+from actors.runtime.contained import named
 from bus.errors import Poison
 from bus.messages.base import pack_ints
 from bus.messages.samples import Episode, Response, Routed, Strand
@@ -63,7 +65,18 @@ def outcome_of(found: Any, running: Running, vocabulary: int = 0) -> Outcome:
         answer=UNSET if last.response is None else last.response,
         turns=len(running.turns),
     )
+    _travels(episode, name)
     return Outcome(strands[-1].response, ends, episode, discarded)
+
+
+def _travels(episode: Episode, name: str) -> None:
+    """Poison: what the program says of its sample is in no form that a message takes."""
+    try:
+        encoded = msgspec.msgpack.encode(replace(episode, prompt_tokens=UNSET, earlier=()))
+        msgspec.msgpack.decode(encoded, type=Episode)
+    except Exception as error:
+        what = "metadata, a response or a reward that cannot travel with it"
+        raise Poison(f"the rollout program gave {name} {what}: {named(error)}") from error
 
 
 def _reward(given: Any, name: str) -> float | dict[str, float] | UnsetType:
