@@ -65,6 +65,7 @@ class StartedRun(Run):
     """A run whose launcher is a child of this process."""
 
     def __init__(self, run_dir: Path, settings: str) -> None:
+        run_dir = run_dir.absolute()  # this program may go to another folder
         self._file = run_dir / RUN_FILE
         self._before = _changed(self._file)
         self.log = run_dir / "logs" / "launcher.log"

@@ -31,12 +31,14 @@ from miles_async.settings.catalog import catalog
 from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.flat import BATCH
+from miles_async.settings.megatron_fields import OF_MEGATRON
 from miles_async.settings.run import RunSettings
 
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
 CALLED = (
     *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
     *("rollout_function_path", "custom_generate_function_path", "custom_agent_function_path", "environment_path", *BATCH),
+    *OF_MEGATRON,
 )
 
 

@@ -84,10 +84,10 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     r = settings.rollout
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
     keys["multimodal_keys"] = pictures = check_pictures(settings)
-    prompts = DataInfo(0, ())  # a function of the user's is tried with the other hooks
+    prompts, refused = DataInfo(0, ()), Refusals()  # a function of the user's is tried with the other hooks
     if r.data_source_path is None:
         how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised}
-        prompts = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys, **how)
+        prompts = refused.attempt(check_prompt_data, r.prompt_data, field="prompt_data", keys=keys, **how) or prompts
     if prompts.rows and r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
         raise SettingsError(
             f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout",
@@ -96,11 +96,13 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
             remedy=f"Set it to at most {prompts.rows * r.num_epoch}, or set num_rollout.",
         )
     held_out = {}
-    for one in eval_sets(settings):
+    for one in refused.attempt(eval_sets, settings) or ():
         keys = {"eval_input_key": one.input_key, "eval_label_key": one.label_key, "eval_tool_key": one.tool_key}
         keys["multimodal_keys"] = pictures
         field = "eval_prompt_data" if settings.eval.eval_config is None else "eval_config"
-        held_out[one.name] = check_prompt_data(one.path, field=field, keys=keys, chat=r.apply_chat_template)
+        found = refused.attempt(check_prompt_data, one.path, field=field, keys=keys, chat=r.apply_chat_template)
+        held_out[one.name] = found or DataInfo(0, ())
+    refused.raise_all()
     return prompts, held_out
 
 

@@ -174,7 +174,7 @@ async def test_a_patch_that_nobody_can_read_blocks_no_other(bus: Bus) -> None:
     """One with a number as its reason, say: its epoch is taken, and no history shows it."""
     await publish_initial(bus, WHOLE, LIVE)
     for reason in (5, "half of a pair: \ud83d"):
-        with pytest.raises(KnobRejected, match="reason=.* it is not UTF-8 text"):
+        with pytest.raises(KnobRejected, match=r"reason=.* it is not UTF-8 text"):
             await propose(bus, {"lr": 0.5}, author="me", reason=reason)  # type: ignore[arg-type]
     assert (await propose(bus, {"lr": 0.5}, author="me")).epoch == 1, "what was refused took no epoch"
     unreadable = KnobPatch(epoch=2, values={"lr": 0.6}, reason=5)  # type: ignore[arg-type]
