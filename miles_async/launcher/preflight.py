@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from actors.runtime.prompts import BadRow, parts_of
-from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of
+from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
@@ -24,6 +24,13 @@ from miles_async.settings.run import RunSettings
 Probe = Callable[[RunSettings], None]
 CountTokens = Callable[[Any, Sequence[Any] | None], int]
 CHECKED_ROWS = 1000
+COMPARE = frozenset(["exact_match", "contains", "f1", "math", "math_whole", "dapo", "deepscaler", "gemma_math"])
+"""Shipped rules that give every answer the same reward where there is no label."""
+REWARD_ITSELF = (
+    *("custom_rm_path", "custom_generate_function_path", "rollout_function_path", "custom_agent_function_path"),
+    *("environment_path", "data_source_path"),
+)
+"""What of the user's may bring rewards or rows of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,8 @@ def preflight(
     hints += kernels_missing(settings)
     refused.attempt(check_trackers, settings)
     data = refused.attempt(check_data, settings)
+    if data is not None:
+        hints += refused.attempt(check_labels, settings, data[0]) or ()
     for probe in probes:
         refused.attempt(probe, settings)
     refused.raise_all()
@@ -104,6 +113,20 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
         held_out[one.name] = found or DataInfo(0, ())
     refused.raise_all()
     return prompts, held_out
+
+
+def check_labels(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
+    """Rewards that are all alike teach nothing: a note where no column of labels is named, SettingsError where it is empty."""
+    r, s = settings.rollout, settings.flat
+    theirs = s.supervised or any(s.values[name] is not None for name in REWARD_ITSELF)
+    if theirs or str(r.rm_type).removeprefix("boxed_") not in COMPARE or not prompts.head:
+        return ()
+    if r.label_key is None:
+        return (f"rm_type = {r.rm_type} compares answers with labels, and label_key is unset: name the column with --label-key",)
+    if all(value_at(placed.row, r.label_key) in (None, "") for placed in prompts.head):
+        problem = f"none of the first {len(prompts.head)} rows of {r.prompt_data} has a label for rm_type = {r.rm_type}"
+        raise SettingsError(problem, field="label_key", value=r.label_key, remedy="Name another column or another --rm-type.")
+    return ()
 
 
 def check_pictures(settings: RunSettings) -> str | None:

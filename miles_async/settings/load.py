@@ -263,7 +263,7 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
     if spec.shipped and isinstance(result, str) and result not in spec.shipped and not HOOK.fullmatch(result):
         close = nearest(result, spec.shipped) or f"It must be {spec.expected}."
         raise SettingsError("no such name", field=where, value=value, remedy=close)
-    if result == "":
+    if result == "" or (spec.kind == "list" and "" in result):
         raise SettingsError("must not be empty", field=where, value=value, remedy="Leave it out instead.")
     return result
 

@@ -98,6 +98,8 @@ def test_a_string_field_takes_any_word_literally(tmp_path):
         ("staleness_policy = 'drpo'", "", ("'drpo'", "auto, split, whole, member, wait, drop", "Did you mean drop?")),
         ("rollout_stop_token_ids = ['a']", "", ("rollout_stop_token_ids", "list of whole numbers")),
         ("input_key = ''", "", ("input_key", "must not be empty")),
+        ("rollout_stop = ['a', '']", "", ("rollout_stop = ['a', '']", "must not be empty")),
+        ("", "--rollout-stop=", ("--rollout-stop", "must not be empty")),
         ("[grpo]\ntis_clip = 2.0\ntis_threshold = 1.0", "", ("tis_threshold and tis_clip are one setting",)),
         ("this is not toml", "", ("tiny.toml is not valid TOML", "line")),
         (f"[sglang]\nserver_args = {{a={'[' * 5000}{']' * 5000}}}", "", ("tiny.toml is not valid TOML", "nested too deeply")),
