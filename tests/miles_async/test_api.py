@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -18,6 +21,7 @@ import miles_async
 from bus import Bus
 from bus.errors import BusRefused, BusUnreachable
 from miles_async import api
+from miles_async.api import started
 from miles_async.settings.load import load
 from miles_async.settings.runs import write_run_file
 from tests.crash.toy import make_toy
@@ -120,6 +124,30 @@ def test_what_the_launcher_refuses_is_raised_and_an_interrupt_reaches_it(
     assert re.search(r"interrupted$|run quickstart stopped; the same command goes on", log.read_text().rstrip()), (
         "by its time"
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_hears_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [sys.executable, "-c", "input()"]
+    monkeypatch.setattr(started, "_launch", lambda _, log: subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log))
+    run, context = started.StartedRun(tmp_path / "r", ""), multiprocessing.get_context("fork")
+    answers = context.Queue()
+
+    def ask() -> None:
+        answers.put(run.running)
+        answers.put((run.wait(60), run.running))
+
+    child = context.Process(target=ask)
+    child.start()
+    try:
+        assert answers.get(timeout=60) is True
+        assert run._process.stdin is not None
+        run._process.stdin.write(b"\n")
+        run._process.stdin.close()
+        assert answers.get(timeout=60) == (0, False) and run.wait(60) == 0
+    finally:
+        child.kill()
+        child.join(60)
 
 
 async def test_a_run_is_opened_by_address_also_over_tls(whole, redis_url: str, tmp_path: Path) -> None:
