@@ -13,7 +13,7 @@ from actors.reward.sample import Sample
 from actors.runtime.prompts import load_prompts
 from actors.runtime.rows import sources_of, value_at
 from actors.runtime.run import Refused
-from miles_async.launcher.hooks import _sample, check_quantization
+from miles_async.launcher.hooks import PROBES, _sample, check_quantization
 from miles_async.launcher.preflight import COMPARE, check_prompt_data, check_prompt_lengths, preflight
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
@@ -293,3 +293,12 @@ def test_rules_that_compare_are_those_that_give_all_answers_one_reward_without_a
             return False
 
     assert {rule for rule in RULES if alike(rule)} - {"finished", "deterministic_random"} == COMPARE
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("[]", "is not a JSON"), ("null", "is not a JSON"), ("{", "cannot be read"), ("\udcff", "cannot be read")]
+)
+@pytest.mark.parametrize("flags", [{}, {"train_backend": "megatron"}], ids=["torch", "megatron"])
+def test_a_config_that_is_none_is_refused_once_by_all_that_look(data: Path, model: Path, text: str, said: str, flags: Any) -> None:
+    (model / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert f"config.json {said}" in refusal(make(data, hf_checkpoint=str(model), **flags), probes=PROBES)
