@@ -6,8 +6,11 @@ others show both values.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import posixpath
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,6 +122,9 @@ class Wandb:
         folder = Path(spec.wandb_dir or spec.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         host: dict[str, Any] = {"base_url": spec.wandb_host} if spec.wandb_host else {}
+        # What went wrong may be the end of its own process, which it starts once: without this, it would be asked for ever.
+        with contextlib.suppress(Exception):
+            wandb.teardown()
         self._run = wandb.init(
             project=spec.wandb_project or "miles_async",
             entity=spec.wandb_team,
@@ -170,12 +176,18 @@ class Mlflow:
         self._client.log_batch(self._id, tags=[RunTag("mlflow.runName", shown)])
 
     def take(self, points: list[Point]) -> None:
-        named = [self._metric(n, v, int(p.wall * 1000), p.step) for p in points for n, v in p.values.items()]
+        named = [self._metric(mlflow_name(n), v, int(p.wall * 1000), p.step) for p in points for n, v in p.values.items()]
         for start in range(0, len(named), 1000):
             self._client.log_batch(self._id, metrics=named[start : start + 1000])
 
     def close(self, finished: bool) -> None:
         self._client.set_terminated(self._id, status="FINISHED" if finished else "KILLED")
+
+
+def mlflow_name(name: str) -> str:
+    """A metric's name as MLflow takes it (pass@4 as pass_4): one that it refuses would hold up all that come after."""
+    name = re.sub(r"[^\w\-./: ]", "_", name)[:250]
+    return name if name and posixpath.normpath(name) == name and name[0] not in "./" else f"_{name.replace('/', '_')}"[:250]
 
 
 class Trackio:

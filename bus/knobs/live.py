@@ -145,6 +145,7 @@ async def publish_initial(
     `epoch` is above 0 when a checkpoint's values are written to a fresh bus. KnobRejected when a value is none of its kind.
     """
     for _ in range(_TRIES):
+        taken = await _taken(bus)
         history = await read_history(bus)
         if history:
             live = values_at(history, history[-1].epoch)
@@ -156,9 +157,10 @@ async def publish_initial(
                     for name in kinds
                     if live.values[name] != values[name]
                 ]
-            patch = KnobPatch(epoch=live.epoch + 1, values=new, author=author, reason="settings of this start")
+            next_one = max(live.epoch, taken) + 1
+            patch = KnobPatch(epoch=next_one, values=new, author=author, reason="settings of this start")
         else:
-            patch = KnobPatch(epoch=epoch, values=_plain(values), author=author, reason="initial")
+            patch = KnobPatch(epoch=max(epoch, taken + 1), values=_plain(values), author=author, reason="initial")
         patch = msgspec.structs.replace(patch, kinds=dict(kinds), wall=bus.clock.wall())
         fold(None, msgspec.structs.replace(patch, values=dict(values)))
         await _append(bus, patch)
@@ -217,11 +219,13 @@ def changed(live: KnobValues, patch: Mapping[str, object], check: Check | None) 
 async def append_made(bus: Bus, make: Callable[[list[KnobPatch], KnobValues], KnobPatch]) -> KnobPatch:
     """Append what `make` says of the present history and values, under the next epoch; asked again when somebody was faster."""
     for _ in range(_TRIES):
+        taken = await _taken(bus)
         history = await read_history(bus)
         if not history:
             raise BusRefused(_no_knobs(bus))
         live = values_at(history, history[-1].epoch)
-        made = msgspec.structs.replace(make(history, live), epoch=live.epoch + 1, wall=bus.clock.wall())
+        made = msgspec.structs.replace(make(history, live), epoch=max(live.epoch, taken) + 1, wall=bus.clock.wall())
+        _refuse_unreadable(made)
         if await _append(bus, made):
             return made
     raise InvariantBroken(f"knobs of run {bus.config.run} change faster than a patch can be checked; try again")
@@ -239,11 +243,26 @@ async def revert(bus: Bus, epoch: int, *, author: str, reason: str = "", check: 
     return await propose(bus, back, author=author, reason=reason or f"back to epoch {epoch}", check=check)
 
 
+def _refuse_unreadable(patch: KnobPatch) -> None:
+    """KnobRejected for who and why that are no text: no reader could decode the patch."""
+    for name, text in (("author", patch.author), ("reason", patch.reason)):
+        if not isinstance(text, str) or any("\ud800" <= c <= "\udfff" for c in text):
+            raise KnobRejected(knob=name, value=text, rule="it is not UTF-8 text", remedy="Say it in words.")
+
+
+def _epoch(state: str) -> int:
+    return int(state.partition(":")[0]) if state else -1
+
+
+async def _taken(bus: Bus) -> int:
+    """The last epoch that was taken, -1 = none. Read before the history: what that lacks of it are patches that nobody can read."""
+    return _epoch(await bus.state(STATE_FIELD))
+
+
 async def _append(bus: Bus, patch: KnobPatch) -> bool:
     """Append if the run's epoch is still the one before; False when somebody else was faster."""
     before = await bus.state(STATE_FIELD)
-    epoch_before = int(before.partition(":")[0]) if before else -1
-    if before and epoch_before >= patch.epoch:
+    if _epoch(before) >= patch.epoch:
         return False
     # The value is unique to this call: two different patches for one epoch must not be taken for a repetition.
     guard = Guard(STATE_FIELD, before, f"{patch.epoch}:{uuid.uuid4().hex[:12]}")

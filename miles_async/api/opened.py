@@ -7,6 +7,7 @@ makes its own connection, and ends it
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -31,14 +32,23 @@ NEWS = ("step", "eval", "sample", "ledger")  # records that are no events
 QUIET_S = 0.3  # that the logs of a bus are asked for what is left
 
 
-def open_run(name_or_url: str | None = None, *, run: str | None = None, runs_dir: str | Path = "runs") -> Run:
-    """Open a run by its name in `runs_dir`, or by the address of its bus (redis://, rediss://, redis+sentinel://, unix://); without
-    either, the newest run in `runs_dir`. `run`: its name, where a bus has several.
+def open_run(
+    name_or_url: str | os.PathLike[str] | None = None, *, run: str | None = None, runs_dir: str | os.PathLike[str] = "runs"
+) -> Run:
+    """Open a run by its name in `runs_dir`, by its folder, or by the address of its bus (redis://, rediss://, redis+sentinel://,
+    unix://); without any, the newest run in `runs_dir`. `run`: its name, where a bus has several.
 
     SettingsError when there is no such run. A password in the address goes into the environment variable that the commands use.
     """
-    url = take_password(name_or_url) if name_or_url is not None and "://" in name_or_url else None
-    return Run(find_run(run=run if url else name_or_url or run, runs_dir=Path(runs_dir), bus_url=url))
+    given = os.fspath(name_or_url) if isinstance(name_or_url, os.PathLike) else name_or_url
+    if not isinstance(given, str | None):
+        remedy = "Give the name of a run, its folder, or the address of its bus."
+        raise SettingsError("not a text", field="name_or_url", value=given, remedy=remedy)
+    url = take_password(given) if given is not None and "://" in given else None
+    folder = Path(runs_dir).absolute()  # a program may go to another folder later
+    if url is None and given and (given != name_or_url or os.sep in given):
+        folder, given = Path(given).absolute().parent, Path(given).absolute().name
+    return Run(find_run(run=run if url else given or run, runs_dir=folder, bus_url=url))
 
 
 class Run:
@@ -201,9 +211,10 @@ class Knobs:
         from bus.knobs.live import propose
         from miles_async.cli.tune import author
         from miles_async.settings.live import check_patch
+        from miles_async.settings.load import plain
 
         async def body(bus: Bus) -> dict[str, Any]:
-            return dict((await propose(bus, values, author=author(), reason=reason, check=check_patch)).values)
+            return dict((await propose(bus, plain(values), author=author(), reason=reason, check=check_patch)).values)
 
         return self._run._ask(body, look=False)
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from actors.runtime.child import is_alive
 from bus.errors import BusUnreachable, MilesAsyncError
 from bus.knobs.live import read_history
 from bus.private import private_directory
@@ -65,6 +66,7 @@ class StartedRun(Run):
     """A run whose launcher is a child of this process."""
 
     def __init__(self, run_dir: Path, settings: str) -> None:
+        run_dir = run_dir.absolute()  # this program may go to another folder
         self._file = run_dir / RUN_FILE
         self._before = _changed(self._file)
         self.log = run_dir / "logs" / "launcher.log"
@@ -77,7 +79,7 @@ class StartedRun(Run):
         except OSError as error:
             why = f"cannot write to {self.log.parent.absolute()}: {(error.strerror or str(error)).lower()}"
             raise SettingsError(why, field="runs_dir", remedy="Choose another runs_dir.") from None
-        self._first = self._told
+        self._first, self._owner = self._told, os.getpid()
         threading.Thread(
             target=self._process.wait, name="miles-async launcher", daemon=True
         ).start()  # no zombie is left
@@ -86,11 +88,13 @@ class StartedRun(Run):
     @property
     def running(self) -> bool:
         """Whether the launcher goes on."""
+        if os.getpid() != self._owner:  # forked since: it is no child of this process
+            return is_alive(self._process.pid)
         return self._process.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Print what the launcher says until it has ended: 0, done or stopped. RunEnded when it failed, TimeoutError when it
-        goes on after `timeout_s` seconds."""
+        goes on after `timeout_s` seconds. A process that was forked since hears of the end alone, not of a failure."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         with self._drained():
             while self.running:
@@ -130,14 +134,15 @@ class StartedRun(Run):
         try:
             yield
         except KeyboardInterrupt:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait()
-            self._tell()
+            if os.getpid() == self._owner:
+                self._process.send_signal(signal.SIGINT)
+                self._process.wait()
+                self._tell()
             raise
 
     def _judge(self) -> None:
         """Raise what the launcher ended with."""
-        status = self._process.wait()
+        status = self._process.wait() if os.getpid() == self._owner else 0
         if status == 0:
             return
         said = self._said().splitlines()

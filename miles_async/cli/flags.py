@@ -18,6 +18,7 @@ from miles_async.settings.load import FlagValue
 from miles_async.settings.miles import NEEDLESS, NOT_HERE, SHORT, fate, table, why_not
 
 WIDTH, INDENT = 110, 42
+SAYS_WHETHER = ("true", "false", "yes", "no", "on", "off", "1", "0")
 METAVARS = {"int": "INT", "float": "NUMBER", "str": "TEXT"}
 
 
@@ -59,14 +60,21 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
     notes: list[str] = []
     refused = Refusals() if found is None else found
     rest = _Words(words)
+    last = ""  # the flag that the next word stands behind, which takes none
     for word in rest:
+        behind, last = last, word if word.startswith("--") else ""
         if word in switches:
             given.add(word)
+            last = ""
         elif word in NEEDLESS:
             notes.append(f"{word} has no effect here: {NEEDLESS[word]}")
         elif not word.startswith("--"):
             if word.startswith("-") and len(word) > 1:
-                refused.found.append(SettingsError(f"{word} is not a flag", remedy="Flags begin with two dashes."))
+                close = nearest(f"-{word}", _flags()) if len(word) > 2 else ""
+                refused.found.append(SettingsError(f"{word} is not a flag", remedy=close or "Flags begin with two dashes."))
+                list(_all_words(rest))
+            elif behind and (problem := _stray(word, behind)):
+                refused.found.append(problem)
             else:
                 positional.append(word)
         else:
@@ -78,6 +86,17 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
     if found is None:
         refused.raise_all()
     return Parsed(tuple(positional), tuple(values), frozenset(given), tuple(notes))
+
+
+def _stray(word: str, flag: str) -> SettingsError | None:
+    """What is wrong with a word behind a flag that takes no word, or has one already; None where it may be a settings file."""
+    name, equals, value = flag.partition("=")
+    if equals and not value:
+        return SettingsError(f"{word!r} stands behind {flag} and a space", remedy=f"Write {flag}{word}.")
+    if not equals and word.lower() in SAYS_WHETHER and name in (*_flags(), *SHORT, *NEEDLESS):
+        remedy = f"Write {name}={word}." if name in _flags() else f"Write {name} alone."
+        return SettingsError(f"{name} takes no word behind a space", remedy=remedy)
+    return None
 
 
 class _Words(Iterator[str]):
@@ -100,6 +119,8 @@ class _Words(Iterator[str]):
 def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> FlagValue:
     assert isinstance(rest, _Words)
     flag, equals, inline = word.partition("=")
+    if equals and flag in (*switches, *SHORT, *NEEDLESS):
+        raise SettingsError(f"{flag} takes no value", remedy=f"Write {flag} alone.")
     if word in SHORT:
         name, value = SHORT[word]
         return FlagValue(names()[name], (value,), flag)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from miles_async.cli.flags import Parsed, parse_flags
-from miles_async.settings.catalog import names
+from miles_async.settings.catalog import PREFIXES, names, passed_on
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import FlagValue
 from miles_async.settings.miles import NEEDLESS, NOT_COMPARED, OTHERWISE, fate
@@ -85,7 +85,8 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
         said, use = _outcome(flag, own, refused)
         rows.append((flag.shown, said, flag.word.where))
         known += [flag.word.text, *(word.text for word in flag.values)] if use else []
-    ours = [pair for pair in MEANT if not any(flag.name == pair[0] for flag in flags)]
+    given = {flag.name for flag in flags} | {value.spec.flag for value in own.values}
+    ours = [pair for pair in MEANT if pair[0] not in given]
     parsed = parse_flags([*(word for pair in ours for word in pair[:2]), *known], frozenset(), refused)
     hint = "Is a value with a space not quoted, or a flag given two values?"
     refused.found += [SettingsError(f"{path}: {word!r} belongs to no flag", remedy=hint) for word in parsed.positional]
@@ -126,6 +127,9 @@ def _outcome(flag: _Flag, own: Parsed, refused: Refusals) -> tuple[str, bool]:
     alone = spec is not None and spec.kind != "table"
     if any(name == value.typed or (alone and value.spec is spec) for value in own.values):
         return "given on this command line, which counts", False
+    engine = next((value.words[0] for value in reversed(own.values) if value.spec.name == "engine"), "sglang")
+    if engine != "sglang" and not alone and (passed_on(name) or ("",))[0] in PREFIXES:
+        return f"left out: this command line says --engine {engine}", False
     said = fate(name).replace("`", "")
     compared = spec is not None and spec.group == "architecture" and spec.name not in NOT_COMPARED
     if flag.unread and (compared or name in NEEDLESS):

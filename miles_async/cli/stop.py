@@ -50,7 +50,8 @@ async def stop(ref: RunRef, wait_s: float) -> int:
         os.kill(pid, signal.SIGTERM)
         print(f"{name}: launcher {pid} was asked to stop", file=sys.stderr)
     else:
-        print(f"{name}: no launcher of it on this host; its actors were asked to stop", file=sys.stderr)
+        seen = "no launcher of it on this host; its actors were" if ref.run_dir is not None else "its launcher and actors were"
+        print(f"{name}: {seen} asked to stop", file=sys.stderr)
     return await _wait(ref, name, pid, wait_s)
 
 

@@ -42,9 +42,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     script = take_script(words, refused, switches)
     parsed = parse_flags(script.words, switches, refused)
     if len(parsed.positional) > 1:
-        raise SettingsError(
-            f"one settings file expected, got {' '.join(parsed.positional)}", remedy="Put CONFIG before the flags."
-        )
+        said = f"one settings file expected, got {' '.join(parsed.positional)}"
+        refused.found.append(SettingsError(said, remedy="Put CONFIG before the flags."))
     return argparse.Namespace(
         explain=(),
         help=bool(parsed.switches.intersection(HELP)),

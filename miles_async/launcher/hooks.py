@@ -4,13 +4,13 @@ own, since this one loads neither torch nor them, and the model's quantisation."
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 from collections.abc import Container
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import msgspec
 
@@ -28,15 +28,18 @@ from miles_async.launcher.plan import objective_config, told, training_data
 from miles_async.launcher.preflight import check_prompt_data
 from miles_async.launcher.resume import check_resume
 from miles_async.settings.catalog import catalog
+from miles_async.settings.checks import table_in
 from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.flat import BATCH
+from miles_async.settings.megatron_fields import OF_MEGATRON
 from miles_async.settings.run import RunSettings
 
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
 CALLED = (
     *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
     *("rollout_function_path", "custom_generate_function_path", "custom_agent_function_path", "environment_path", *BATCH),
+    *OF_MEGATRON,
 )
 
 
@@ -140,14 +143,22 @@ def _run(module: str, body: bytes) -> tuple[int, bytes, bytes]:
         return process.returncode, output.read(), errors.read()
 
 
+def _config(settings: RunSettings) -> dict[str, Any] | None:
+    """The model's config.json; None for what is refused as a directory."""
+    try:
+        return table_in(Path(settings.model.hf_checkpoint) / "config.json", "hf_checkpoint")
+    except SettingsError:
+        return None
+
+
 def check_quantization(settings: RunSettings) -> None:
     """Refuse a checkpoint in a quantisation that the trainer cannot publish. A probe of the preflight."""
     if settings.model.builtin_name is not None:
         return
+    if (config := _config(settings)) is None:
+        return
     try:
-        read_scheme(json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes()))
-    except OSError:
-        return  # refused as a directory
+        read_scheme(config)
     except ValueError as error:
         raise SettingsError(
             str(error),
@@ -164,15 +175,14 @@ def check_architecture(settings: RunSettings) -> None:
     said = any(value not in (None, False, (), 1) for value in given.values())
     if settings.model.builtin_name is not None or not (said or settings.flat.train_backend == "megatron"):
         return
+    if (config := _config(settings)) is None:
+        return
     try:
-        config = json.loads((Path(settings.model.hf_checkpoint) / "config.json").read_bytes())
         differ = compare(given, config)
         if settings.flat.train_backend == "megatron":
             own, arch = told(MegatronConfig, settings.flat), describe(config)
             differ += fields_against({name.replace("-", "_"): value for name, value in own.megatron.items()}, arch)
             differ += refusals(layout_of(own, settings.flat.train_ranks), arch.shape)
-    except (OSError, ValueError):
-        return  # refused as a directory
     except Refused as error:
         raise SettingsError(str(error), field="hf_checkpoint", value=settings.model.hf_checkpoint) from None
     if differ:

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from actors.runtime.prompts import BadRow, parts_of
-from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of
+from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
@@ -24,6 +24,13 @@ from miles_async.settings.run import RunSettings
 Probe = Callable[[RunSettings], None]
 CountTokens = Callable[[Any, Sequence[Any] | None], int]
 CHECKED_ROWS = 1000
+COMPARE = frozenset(["exact_match", "contains", "f1", "math", "math_whole", "dapo", "deepscaler", "gemma_math"])
+"""Shipped rules that give every answer the same reward where there is no label."""
+REWARD_ITSELF = (
+    *("custom_rm_path", "custom_generate_function_path", "rollout_function_path", "custom_agent_function_path"),
+    *("environment_path", "data_source_path"),
+)
+"""What of the user's may bring rewards or rows of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,8 @@ def preflight(
     hints += kernels_missing(settings)
     refused.attempt(check_trackers, settings)
     data = refused.attempt(check_data, settings)
+    if data is not None:
+        hints += refused.attempt(check_labels, settings, data[0]) or ()
     for probe in probes:
         refused.attempt(probe, settings)
     refused.raise_all()
@@ -84,10 +93,10 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     r = settings.rollout
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
     keys["multimodal_keys"] = pictures = check_pictures(settings)
-    prompts = DataInfo(0, ())  # a function of the user's is tried with the other hooks
+    prompts, refused = DataInfo(0, ()), Refusals()  # a function of the user's is tried with the other hooks
     if r.data_source_path is None:
         how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised}
-        prompts = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys, **how)
+        prompts = refused.attempt(check_prompt_data, r.prompt_data, field="prompt_data", keys=keys, **how) or prompts
     if prompts.rows and r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
         raise SettingsError(
             f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout",
@@ -96,12 +105,28 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
             remedy=f"Set it to at most {prompts.rows * r.num_epoch}, or set num_rollout.",
         )
     held_out = {}
-    for one in eval_sets(settings):
+    for one in refused.attempt(eval_sets, settings) or ():
         keys = {"eval_input_key": one.input_key, "eval_label_key": one.label_key, "eval_tool_key": one.tool_key}
         keys["multimodal_keys"] = pictures
         field = "eval_prompt_data" if settings.eval.eval_config is None else "eval_config"
-        held_out[one.name] = check_prompt_data(one.path, field=field, keys=keys, chat=r.apply_chat_template)
+        found = refused.attempt(check_prompt_data, one.path, field=field, keys=keys, chat=r.apply_chat_template)
+        held_out[one.name] = found or DataInfo(0, ())
+    refused.raise_all()
     return prompts, held_out
+
+
+def check_labels(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
+    """Rewards that are all alike teach nothing: a note where no column of labels is named, SettingsError where it is empty."""
+    r, s = settings.rollout, settings.flat
+    theirs = s.supervised or any(s.values[name] is not None for name in REWARD_ITSELF)
+    if theirs or str(r.rm_type).removeprefix("boxed_") not in COMPARE or not prompts.head:
+        return ()
+    if r.label_key is None:
+        return (f"rm_type = {r.rm_type} compares answers with labels, and label_key is unset: name the column with --label-key",)
+    if all(value_at(placed.row, r.label_key) in (None, "") for placed in prompts.head):
+        problem = f"none of the first {len(prompts.head)} rows of {r.prompt_data} has a label for rm_type = {r.rm_type}"
+        raise SettingsError(problem, field="label_key", value=r.label_key, remedy="Name another column or another --rm-type.")
+    return ()
 
 
 def check_pictures(settings: RunSettings) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,10 +21,12 @@ from miles_async.launcher.ray_cluster import has_gpus
 from miles_async.launcher.ray_seats import CLOSE_S, Group, Seat, Seats
 from miles_async.launcher.ray_units import parts_of, units_of
 from miles_async.launcher.supervisor import AGAIN_S, End, Process, environment_of
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.run import RunSettings
 
 PART_NOTICE_S = 5.0  # from the end of one part of an actor to its own
 LOST = "Ray ended what kept it on its node (its memory monitor does so; ray list actors --detail says why)"
+Alone = Callable[[Collection[str], Collection[str]], Awaitable[None]]
 LEFT_ALONE_S = 5.0  # a worker that somebody asked to end: its node may be about to go
 PASSED = ("MILES_ASYNC_", "PYTHONPATH", "WANDB_", "MLFLOW_", "OTEL_")  # variables of the launcher that actors need
 
@@ -55,9 +57,11 @@ class RayProcess:
 
 
 class RayPlacer:
-    """See supervisor.Placer. The driver is connected (ray_cluster.connect). `threads`: CPU threads by role."""
+    """See supervisor.Placer. The driver is connected (ray_cluster.connect). `threads`: CPU threads by role. `alone`: refuses where
+    actors of these names live that are not among those kept here (ray_strangers.py)."""
 
-    def __init__(self, settings: RunSettings, place: Place, threads: Mapping[str, int]) -> None:
+    def __init__(self, settings: RunSettings, place: Place, threads: Mapping[str, int], alone: Alone) -> None:
+        self._alone = alone
         self._settings, self._run_dir, self._threads = settings, Path(place.run_dir), threads
         self._memory = str(Path(place.weights_dir).parent)
         self._specs: dict[str, ActorSpec] = {}
@@ -70,6 +74,11 @@ class RayPlacer:
     async def open(self) -> None:
         actors = [(spec.name, spec.role) for spec in self._specs.values()]
         await self._seats.open(units_of(self._settings, actors, gpus=await has_gpus()))
+        try:
+            await self._alone(self._specs, await self._seats.names())
+        except SettingsError:
+            await self._seats.withdraw()
+            raise
 
     async def follow(self, stop: asyncio.Event) -> None:
         await self._seats.follow(stop)

@@ -98,16 +98,16 @@ class Seats:
                 remedy = "Add nodes or ask for less; raise it for a cluster that grows by demand."
         except BaseException as error:  # also an interrupt: a group that waits for room would wait for ever
             await _ended(seats)  # first: what it still made would be in a group that is removed, and keep its name for ever
-            await self._withdraw()
+            await self.withdraw()
             if isinstance(error, RunFailed):
                 raise SettingsError(str(error), field="launcher", value="ray") from None
             raise
         finally:
             await _ended(seats)
-        await self._withdraw()
+        await self.withdraw()
         raise SettingsError(what, field="ray_wait_s", value=wait_s, remedy=remedy)
 
-    async def _withdraw(self) -> None:
+    async def withdraw(self) -> None:
         """Give back what this launcher asked for; what an earlier one had placed goes on."""
         for group in self._groups.values():
             if group.ours:
@@ -147,6 +147,22 @@ class Seats:
                 yielding.cancel()
                 await asyncio.gather(seating, yielding, return_exceptions=True)
             await asyncio.to_thread(self._remove, group)
+
+    async def names(self) -> set[str]:
+        """Actors that run where this cluster has placed them, also at places that are not taken yet; those of a place that does not
+        answer too."""
+        found = set[str]()
+        for group in self._groups.values():
+            for at, bundle in enumerate(group.unit.bundles):
+                seat = group.seats.get(at)
+                try:
+                    handle = seat.handle if seat else await asyncio.to_thread(ray.get_actor, f"{group.unit.name}.{at}")
+                    found |= set(await asyncio.wait_for(handle.names.remote(), CLOSE_S))
+                except ValueError:  # nothing was placed there
+                    continue
+                except (RayActorError, TimeoutError):
+                    found |= set(bundle.actors)
+        return found
 
     async def _forget_the_gone(self, group: Group) -> None:
         """A seat without a process gives itself back after a while (ray_host.IDLE_S), also while its actor pauses after crashes."""

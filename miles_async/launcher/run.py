@@ -48,6 +48,7 @@ from miles_async.launcher.place import Place, bus_config
 from miles_async.launcher.plan import actor_spec, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, free_weights, place_of, prepare_bus, token_counter
+from miles_async.launcher.ray_strangers import refuse_strangers
 from miles_async.launcher.resume import finished_step
 from miles_async.launcher.supervisor import ASKED_S, Placer, RunFailed, Supervisor, furthest_step
 from miles_async.settings.redis_need import memory_note, redis_need
@@ -99,18 +100,18 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
         return run_loop(_train(settings, place, run_dir, placers, servers))
 
 
-def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkServer]) -> Callable[[], Placer]:
+def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkServer]) -> Callable[[Bus], Placer]:
     """Makes what says where this run's actors are to be."""
     threads = {"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads}
     if settings.launch.launcher == "local":
-        return partial(LocalPlacer, Path(place.run_dir), threads=threads, servers=servers)
+        return lambda _: LocalPlacer(Path(place.run_dir), threads=threads, servers=servers)
     from miles_async.launcher.ray_placer import RayPlacer
 
-    return partial(RayPlacer, settings, place, threads)
+    return lambda bus: RayPlacer(settings, place, threads, partial(refuse_strangers, bus))
 
 
 async def _train(
-    settings: RunSettings, place: Place, run_dir: Path, placers: Callable[[], Placer], servers: Mapping[str, ForkServer]
+    settings: RunSettings, place: Place, run_dir: Path, placers: Callable[[Bus], Placer], servers: Mapping[str, ForkServer]
 ) -> int:
     embedded: EmbeddedRedis | None = None
     ours = False  # whether what runs is ours to end: not a server and actors that an earlier launcher left alive
@@ -138,7 +139,7 @@ async def _train(
                     print(f"note: {note}", file=sys.stderr)
                 await bus.commit(Commit(state={STOP_WISH: ""}))
                 ours = True
-                status, finished = await Launcher(settings, place, bus, embedded, placers(), restores=left).run()
+                status, finished = await Launcher(settings, place, bus, embedded, placers(bus), restores=left).run()
             left -= 1
             if status != EXIT_BUS_BACK:
                 break

@@ -37,6 +37,7 @@ from bus.messages.base import pack_floats, pack_ints
 from bus.messages.samples import Parked, Response, RolloutDone, SampleTask, Sampling, Scored
 from bus.messages.versions import VersionSpan
 from miles_async.settings.flat import BATCH
+from miles_async.settings.megatron_fields import OF_MEGATRON
 
 SIGNATURES = {
     "custom_rm_path": "(sample: dict) or (args, sample) -> number or table, may be async; with group_rm lists of them",
@@ -51,6 +52,10 @@ SIGNATURES = {
     "rollout_data_postprocess_path": "(args[, data: dict of lists]); changes data['loss_masks']",
     "rollout_all_samples_process_path": "(args, groups, data_source)",
     "buffer_filter_path": "(step, waiting samples) -> list of actors.partial.decide.Plan",
+    "custom_model_provider_path": "(pre_process, post_process, vp_stage) -> module",
+    "custom_megatron_init_path": "(core) or (args)",
+    "custom_megatron_before_log_prob_hook_path": "(core) or (args, model, store_prefix)",
+    "custom_megatron_before_train_step_hook_path": "(core) or (args, rollout_id, step_id, model, optimizer, scheduler)",
 }
 FIRST_ROWS, GROUP = 100, 2
 OUTSIDE = ("aiohttp", "httpx", "requests", "urllib3")
@@ -74,7 +79,12 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
     try:
         hook = load_hook(path)
     except BaseException as error:  # noqa: BLE001 - the user's module runs while it is imported
+        lacks = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if field in OF_MEGATRON and lacks and not f"{path}.".startswith(f"{lacks}."):
+            return ""  # what this host lacks the trainer's may have
         return f"cannot be loaded: {named(error)}"
+    if field in OF_MEGATRON:
+        return ""  # what it needs is a model
     if field == "custom_generate_function_path":
         return _rollout_problem(path, ask)
     if field == "custom_rm_path":

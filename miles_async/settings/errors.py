@@ -82,11 +82,12 @@ def show(value: object) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """A sentence naming what stands in place of `name`, or the valid name closest to it; empty when none is close."""
+def nearest(name: str, valid: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A sentence naming what stands in place of `name`, or the valid name closest to it; empty when none is close. `cutoff`: how
+    alike they are at least, 1 = the same."""
     if (instead := GONE.get(name.removeprefix("--").removeprefix("no-").replace("-", "_"))) is not None:
         return instead
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return f"Did you mean {close[0]}?" if close else ""
 
 

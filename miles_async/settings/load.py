@@ -27,6 +27,8 @@ UNSET_WORD = "none"
 LARGEST = 1 << 62
 SHIPPED = Path(__file__).parents[1] / "configs"
 """Settings files that come with the package, and their data; in a checkout a link to the folder at its top."""
+NUMBER = re.compile(r"([+-]?)(\d*)(\.?\d*)((?:[eE][+-]?\d+)?)")
+"""A number as a shell script may write it: .5, 5., +5, 1e-6."""
 HOOK = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
 """package.module.function or FILE.py:function."""
 
@@ -88,10 +90,26 @@ def settings_from(**fields: Any) -> RunSettings:
 
 def _of_program(name: str, value: object) -> list[tuple[FieldSpec, Any]]:
     """A setting by name with its value, or a whole table of them."""
+    if not isinstance(name, str):
+        raise SettingsError(f"settings: {name!r} is not a setting", remedy="Names of settings are texts.")
     if isinstance(value, Mapping) and name in groups():
         return [pair for inner, one in value.items() for pair in _of_program(inner, one)]
     spec = find(name, "settings:")
-    return [(spec, coerce(spec, os.fspath(value) if isinstance(value, os.PathLike) else value, spec.name))]
+    if callable(value):
+        remedy = "Other processes call it: save it in a file, and write FILE.py:NAME."
+        raise SettingsError(f"must be {spec.expected}", field=spec.name, value=value, remedy=remedy)
+    return [(spec, coerce(spec, plain(value), spec.name))]
+
+
+def plain(value: Any) -> Any:
+    """A value that a program has, as a file would hold it: paths as texts, numbers and arrays of numpy or torch as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | range | set | frozenset):
+        return tuple(map(plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | None, found: Refusals | None) -> Loaded:
@@ -215,7 +233,9 @@ def find(name: str, where: str) -> FieldSpec:
     """The field of that name or alias, dashes or not; SettingsError names the nearest one."""
     spec = names().get(name) or names().get(name.replace("-", "_"))
     if spec is None:
-        raise SettingsError(f"{where} {name} is not a setting", remedy=nearest(name.replace("-", "_"), names()))
+        table = passed_on("--" + name.replace("_", "-"))
+        close = f"It belongs in the table {table[0]} of [{names()[table[0]].group}], as {table[1]}." if table else ""
+        raise SettingsError(f"{where} {name} is not a setting", remedy=close or nearest(name.replace("-", "_"), names()))
     return spec
 
 
@@ -229,6 +249,8 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
         result = msgspec.convert(value, spec.type, strict=not text)
     except msgspec.ValidationError:
         hint = nearest(value, spec.shape.choices) if spec.kind == "choice" and isinstance(value, str) else ""
+        if spec.kind == "str" and isinstance(value, Mapping):
+            hint = "Write a table as JSON in a text."
         raise SettingsError(f"must be {spec.expected}", field=where, value=value, remedy=hint) from None
     if not all(map(_is_plain, _texts(result))):
         raise SettingsError("not UTF-8 text without NUL, as messages and files want it", field=where, value=value)
@@ -241,7 +263,7 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
     if spec.shipped and isinstance(result, str) and result not in spec.shipped and not HOOK.fullmatch(result):
         close = nearest(result, spec.shipped) or f"It must be {spec.expected}."
         raise SettingsError("no such name", field=where, value=value, remedy=close)
-    if result == "":
+    if result == "" or (spec.kind == "list" and "" in result):
         raise SettingsError("must not be empty", field=where, value=value, remedy="Leave it out instead.")
     return result
 
@@ -278,7 +300,11 @@ def value_of_text(spec: FieldSpec, text: str, where: str) -> Any:
         return None
     # A string field must not turn "null" into nothing, so only numbers and booleans are read from text.
     number = spec.kind in ("bool", "int", "float")
-    return coerce(spec, text.strip() if number else text, where, text=number)
+    spelled = text.strip() if number else text
+    if number and (found := NUMBER.fullmatch(spelled)) and (found[2] or found[3] not in ("", ".")):
+        fraction = found[3] if len(found[3]) > 1 else ""
+        spelled = f"{found[1].strip('+')}{found[2] or '0'}{fraction}{found[4]}"
+    return coerce(spec, spelled, where, text=number)
 
 
 def _of_megatron(flag: FlagValue) -> Any:
@@ -289,8 +315,8 @@ def _of_megatron(flag: FlagValue) -> Any:
     try:
         return megatron_fields.typed(field, flag.words)
     except (ValueError, KeyError):
-        kind = megatron_fields.FIELDS[field]
-        raise SettingsError(f"must be of kind {kind}", field=flag.typed, value=" ".join(flag.words)) from None
+        kind = megatron_fields.WORDS[megatron_fields.FIELDS[field]]
+        raise SettingsError(f"must be {kind}", field=flag.typed, value=" ".join(flag.words)) from None
 
 
 def _passed_on(words: tuple[str, ...]) -> bool | str | tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 import math
 
-from miles_async.settings.errors import nearest, refusal
+from miles_async.settings.errors import listing, nearest, refusal
 from miles_async.settings.flat import Flat
-from miles_async.settings.megatron_fields import FIELDS, asked_for
+from miles_async.settings.megatron_fields import CHOICES, FIELDS, asked_for
 
 HERE = {
     "lr": "--lr", "min_lr": "--min-lr", "weight_decay": "--weight-decay", "clip_grad": "--clip-grad", "bf16": "--model-dtype",
@@ -62,6 +62,9 @@ def megatron_fields_are_known(s: Flat) -> None:
             raise refusal(f"megatron.{name}", value, "it is a setting of its own", f"Write --{name.replace('_', '-')} instead.")
         if name in NOT_YET and not _off(name, value):
             raise refusal(f"megatron.{name}", value, NOT_YET[name], "Leave it out.")
+        if value not in CHOICES.get(name, (value,)):
+            remedy = nearest(str(value), CHOICES[name]) or f"It is {listing(CHOICES[name])}."
+            raise refusal(f"megatron.{name}", value, "megatron-core does not know it", remedy)
         if name == "moe_router_load_balancing_type" and "sinkhorn" in value:
             raise refusal(f"megatron.{name}", value, "engines choose the experts with the best scores", "Leave it out.")
         if name == "moe_router_load_balancing_type" and isinstance(value, list | tuple) and len(value) > 1:

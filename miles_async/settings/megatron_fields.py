@@ -87,6 +87,18 @@ _NAMES: dict[Kind, str] = {
 }
 FIELDS: dict[str, Kind] = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 """Field -> kind of its value; `ints` and `strs` are one or several."""
+WORDS: dict[Kind, str] = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "one word",
+                          "ints": "whole numbers", "strs": "words"}  # fmt: skip
+CHOICES = {
+    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "moe_token_dispatcher_type": ("allgather", "alltoall", "flex"),
+    **dict.fromkeys(
+        ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), ("fp32", "fp16", "bf16", "fp8")
+    ),
+}
+"""Words that megatron-core takes, so that a wrong one is heard of before the trainer has loaded."""
 LISTS = ("offload_modules", "recompute_modules")
 """Fields that are lists also where they have one item."""
 RENAMED = {
@@ -99,9 +111,10 @@ RENAMED = {
 """Megatron's flag -> the field's name, with `no_` where it turns it off."""
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-SIGNS = ("sequence_parallel", "virtual_pipeline_model_parallel_size", "megatron", "swiglu", "spec", "custom_model_provider_path",
-         "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
-         "custom_megatron_before_train_step_hook_path")  # fmt: skip
+OF_MEGATRON = ("custom_model_provider_path", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path",
+               "custom_megatron_before_train_step_hook_path")  # fmt: skip
+"""Functions of the user's that the trainer's ranks call."""
+SIGNS = ("sequence_parallel", "virtual_pipeline_model_parallel_size", "megatron", "swiglu", "spec", *OF_MEGATRON)
 """What only a script for Megatron sets."""
 
 def named(flag: str) -> tuple[str, bool] | None:

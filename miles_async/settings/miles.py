@@ -49,12 +49,24 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
         "--padded-vocab-size --mtp-*",
     ),
+    ("Layers that predict several tokens are not trained.", "--enable-mtp-training"),
+    ("Matrices are multiplied in bfloat16; FP8 is for engines.", "--fp8-format"),
     (
         "The Megatron backend has nothing like it.",
-        "--moe-* --allgather-cp --megatron-* --distributed-* --custom-megatron-* --qkv-format --use-distributed-post --indep-dp "
+        "--moe-* --allgather-cp --megatron-* --distributed-* --custom-megatron-* --qkv-format --indep-dp "
         "--stream-optimizer-* --linear-attention-backend --dsa-* --miles-dsa-* --freeze-indexer --delay-split-train-data-by-dp",
     ),
+    ("Each worker asks the engine beside it.", "--use-distributed-post --http-proxy"),
     ("Use --gradient-checkpointing.", "--recompute-loss-*"),
+    ("Log-probs are computed in chunks without being asked.", "--log-probs-chunk-size"),
+    ("The trainer computes log-probs itself; --use-rollout-logprobs takes the engines'.", "--recompute-logprobs-via-prefill"),
+    ("With one step a rollout no such pass is made.", "--skip-actor-forward-only"),
+    ("Metrics tell tokens a second, not their share of a peak.", "--mfu-*"),
+    ("The entropy is always a metric (train/entropy_loss).", "--use-rollout-entropy"),
+    ("--loss-type sft_loss needs none, and computes none.", "--disable-compute-advantages-and-returns"),
+    ("--offload-train takes it to the memory of the host.", "--offload-train-disk-*"),
+    ("One teacher tells its log-probs of the tokens that were sampled (--opd-teacher-load, --opd-teacher-urls).",
+     "--opd-log-prob-top-k --opd-top-k-strategy --opd-topk-per-position --opd-reward-weight-mode --opd-teacher-key"),
     ("Use --model-dtype bfloat16.", "--extra-high-precision-*"),
     ("All runs here are fully asynchronous; --max-weight-staleness bounds it.", "--async-*"),
     ("Training ranks are --actor-num-gpus-per-node, engines --rollout-num-gpus.", "--num-gpus-per-node"),
@@ -85,19 +97,23 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("pass@k and maj@k are told wherever an evaluation has several samples a prompt.", "--log-passrate"),
     ("miles-async samples --best and --worst show kept samples.", "--log-correct-*"),
     ("--data-source-path names a function that gives the rows.", "--disable-rollout-global-dataset"),
-    ("A batch is cut when it is whole, so nothing is trimmed.", "--disable-rollout-trim-samples"),
+    ("A batch is cut when it is whole, so nothing is trimmed.", "--disable-rollout-trim-samples --allow-partial-train-step "
+     "--min-batch-collection-ratio"),
+    ("All rollouts of the recording are trained, --num-rollout of them.", "--load-debug-rollout-data-subsample"),
+    ("Engines do both prefill and decode.", "--prefill-num-servers"),
+    ("There is no rollout manager; docs/cluster.md tells what runs where.", "--pin-rollout-manager-to-head"),
     ("Samples are scheduled one by one.", "--rollout-submission-granularity"),
     ("The bus is the buffer; --buffer-filter-path orders what was interrupted.", "--custom-async-data-buffer-path"),
     ("miles-async trace, doctor and replay look into a run instead.", "--dumper-* --debug-* --memory-* "
-     "--save-debug-* --enable-witness --witness-* --enable-event-analyzer --profile-target --observe-*"),
+     "--save-debug-* --save-local-weight-* --enable-witness --witness-* --enable-event-analyzer --profile-target --observe-*"),
     ("Every actor is restarted and every entry delivered again without being asked.", "--ft-* --mini-ft-* "
      "--control-server-port --rollout-health-check-* --ci-ft-*"),
     ("--ci-test checks the first step.", "--ci-*"),
     ("The router is sglang-router.", "--use-miles-router --miles-router-*"),
-    ("Of sparse attention's choices none are replayed.", "--use-rollout-indexer-replay"),
+    ("Of sparse attention's choices none are replayed.", "--use-rollout-indexer-replay --use-indexer-replay"),
     ("Evaluation shares the engines (--eval-share), one at a time; how is said by --eval-* and --eval-config.", "--eval-*"),
     ("Weights travel as --update-weight-transport says.", "--update-weight-* --p2p-* --mooncake-* --object-store-* "
-     "--rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),
+     "--custom-update-weight-* --rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),
     ("--finetune begins at step 0 with a new optimizer, --ckpt-step N resumes from step N.", "--reset-optimizer-states "
      "--start-rollout-id --low-memory-resume"),
 )  # fmt: skip

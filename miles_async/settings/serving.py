@@ -83,10 +83,10 @@ def engines_match_the_gpus(s: Flat) -> None:
 
 
 def _not_for(s: Flat, field: str, value: object) -> SettingsError:
-    remedy = "Set --engine sglang."
+    remedy = "Set --engine sglang, or leave it out."
     if field == "server_args" and isinstance(value, dict):
-        for name in value:  # most likely a misspelt setting of ours
-            remedy = nearest(f"sglang_{name}".replace("-", "_"), names()) or remedy
+        for name in value:  # perhaps a misspelt setting of ours
+            remedy = nearest(f"sglang_{name}".replace("-", "_"), names(), cutoff=0.85) or remedy
     return SettingsError(f"engine is {s.engine!r}", field=field, value=value, remedy=remedy)
 
 

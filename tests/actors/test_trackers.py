@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 import socket
 import sqlite3
+import subprocess
 import threading
 import time
 
@@ -171,6 +174,11 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path, monkeypatch):
     [one] = client.search_runs([number])
     assert [(m.step, m.value) for m in client.get_metric_history(one.info.run_id, "train/loss")] == [(1, 0.5), (2, 0.25)]
     assert one.data.params["lr"] == "0.1" and one.info.status == "FINISHED"
+    odd = {"eval/h/pass@4": 0.5, "a,b": 1.0, "../up": 2.0, "a//b": 3.0, "": 4.0, "x" * 300: 5.0, "Größe": 6.0}
+    sent(tmp_path, spec, step(3, 0.125) | {"metrics": odd}, step(4, 0.0625))
+    kept = client.get_run(one.info.run_id).data.metrics
+    assert {kept[name] for name in ("eval/h/pass_4", "a_b", "_.._up", "_a__b", "_", "x" * 250, "Größe")} == set(odd.values())
+    assert kept["train/loss"] == 0.0625
 
 
 def test_wandb_offline_keeps_one_id_for_all_starts(tmp_path):
@@ -184,6 +192,21 @@ def test_wandb_offline_keeps_one_id_for_all_starts(tmp_path):
     while not all(b"train/loss" in f.read_bytes() for f in files):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_wandb_goes_on_when_its_own_process_has_died(tmp_path):
+    pytest.importorskip("wandb")
+    opened = opens(spec_of(tmp_path, use_wandb=True, wandb_mode="offline"))["wandb"]
+    tracker, points = opened(), Points()
+    listed = subprocess.run(["ps", "-ewwo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    [core] = [row for row in map(str.split, listed.splitlines()) if int(row[1]) == os.getpid() and "wandb-core" in row[2]]
+    os.kill(int(core[0]), signal.SIGKILL)
+    with pytest.raises(Exception):  # noqa: B017 - the library's own, some time after
+        for number in range(1, 10_000):
+            tracker.take([points.of(step(number, 0.5))])
+    tracker = opened()
+    tracker.take([points.of(step(2, 0.5))])
+    tracker.close(finished=True)
 
 
 def test_trackio_has_both_starts(tmp_path, monkeypatch):

@@ -11,11 +11,11 @@ import pytest_asyncio
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bus import Bus, BusConfig, Out
+from bus import Bus, BusConfig, Commit, Guard, Out
 from bus.errors import BusRefused, InvariantBroken, KnobRejected
 from bus.knobs import propose, values_at
 from bus.knobs.kinds import checked
-from bus.knobs.live import KnobValues, LiveKnobs, fold, publish_initial, read_history, revert
+from bus.knobs.live import STATE_FIELD, KnobValues, LiveKnobs, fold, publish_initial, read_history, revert
 from bus.messages.control import Kind, KnobPatch
 from bus.server import EmbeddedRedis
 from bus.topology import KNOBS as STREAM
@@ -168,6 +168,21 @@ async def test_a_refused_patch_changes_nothing(bus: Bus) -> None:
         with pytest.raises(KnobRejected):
             await propose(bus, patch, author="me")
     assert await bus.scan_all(STREAM) == before
+
+
+async def test_a_patch_that_nobody_can_read_blocks_no_other(bus: Bus) -> None:
+    """One with a number as its reason, say: its epoch is taken, and no history shows it."""
+    await publish_initial(bus, WHOLE, LIVE)
+    for reason in (5, "half of a pair: \ud83d"):
+        with pytest.raises(KnobRejected, match=r"reason=.* it is not UTF-8 text"):
+            await propose(bus, {"lr": 0.5}, author="me", reason=reason)  # type: ignore[arg-type]
+    assert (await propose(bus, {"lr": 0.5}, author="me")).epoch == 1, "what was refused took no epoch"
+    unreadable = KnobPatch(epoch=2, values={"lr": 0.6}, reason=5)  # type: ignore[arg-type]
+    guard = Guard(STATE_FIELD, await bus.state(STATE_FIELD), "2:another")
+    await bus.commit(Commit(append=(Out(STREAM, unreadable),), guard=guard))
+    assert (await propose(bus, {"lr": 0.7}, author="me")).epoch == 3
+    [differs] = await publish_initial(bus, WHOLE, LIVE)
+    assert differs.live == 0.7 and [patch.epoch for patch in await read_history(bus)] == [0, 1, 3]
 
 
 async def test_a_run_that_was_never_started_is_named(bus: Bus) -> None:

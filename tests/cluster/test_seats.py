@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -50,13 +50,16 @@ def placer_of(cluster: Cluster, tmp_path: Path) -> Callable[..., tuple[RayPlacer
         engine_token="t",
     )  # fmt: skip
 
+    async def alone(names: Collection[str], kept: Collection[str]) -> None:
+        assert set(names) > set(kept) or not kept
+
     def make(gpus: int = 8, wait_s: float = 120.0, engines: int = 1) -> tuple[RayPlacer, ActorSpec]:
         settings = settings_from(
             hf_checkpoint="/m", prompt_data="p", num_rollout=1, rm_type="math", rollout_batch_size=8, name="r", launcher="ray",
             engine="sglang", rollout_num_gpus=gpus * engines, rollout_num_gpus_per_engine=gpus, sglang_nnodes=2,
             debug_rollout_only=True, sglang_server_command=[sys.executable, "-c", SAYS], ray_wait_s=wait_s,
         )  # fmt: skip
-        placer, bus = RayPlacer(settings, place, {}), BusConfig(url="redis://127.0.0.1:1", run="r", deadline_s=60.0)
+        placer, bus = RayPlacer(settings, place, {}, alone), BusConfig(url="redis://127.0.0.1:1", run="r", deadline_s=60.0)
         spec = actor_spec(settings, place, bus, "generation-0", "generation", generation_spec(settings, place))
         placer.add(spec)
         return placer, spec

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from actors.trainer.megatron_backend.families import describe
+from actors.runtime.run import Refused
+from actors.trainer.megatron_backend.families import SIZES, describe
 from actors.trainer.megatron_backend.flags import OF_MODEL, compare, facts, fields_against, is_ours, layer_pattern
 from miles_async.cli.flags import parse_flags
 from miles_async.launcher.hooks import check_architecture
@@ -18,6 +19,7 @@ from miles_async.settings.load import load, settings_from
 from miles_async.settings.megatron_fields import FIELDS
 from miles_async.settings.miles import NOT_COMPARED
 from miles_async.settings.run import RunSettings
+from tests.miles_async.launch_scripts import CONFIGS
 
 GLM4_9B = {"model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696,
            "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1e-5,
@@ -161,3 +163,17 @@ def test_a_layout_that_does_not_divide_is_refused_before_a_process_starts(tmp_pa
     assert "\n" not in str(caught.value)
     check_architecture(settings_from(**base, **layout | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
                                                          "actor_num_gpus_per_node": 4}))  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["x", [], {"a": 1}, 1.5, True, -1, 0])
+def test_values_of_a_config_that_are_none_are_refused_in_one_line(value: Any) -> None:
+    config = CONFIGS["qwen3-30b-a3b"]
+    for key in (*SIZES, "decoder_sparse_step", "mlp_only_layers", "rope_parameters", "rope_scaling", "hidden_act"):
+        try:
+            found = describe(config | {key: value})
+        except Refused as error:
+            assert "\n" not in str(error)
+            continue
+        assert key not in SIZES, f"{key}={value!r} was taken"
+        compare({"num_layers": 48}, config | {key: value})
+        assert found.experts == 128

@@ -10,7 +10,7 @@ from miles_async.cli.flags import parse_flags
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import load
 from miles_async.settings.megatron import HERE, NOT_YET
-from miles_async.settings.megatron_fields import FIELDS
+from miles_async.settings.megatron_fields import CHOICES, FIELDS
 from miles_async.settings.run import RunSettings
 
 LEAST = "--hf-checkpoint M --prompt-data p.jsonl --num-rollout 2 --rm-type math"
@@ -46,7 +46,7 @@ def test_the_table_is_the_installed_megatrons() -> None:
     [
         ("--train-backend torch --sequence-parallel", "sequence_parallel is of Megatron"),
         ("--attention-dropout 0.1", "the policy that is trained must be the one that sampled"),
-        ("--recompute-num-layers one", "must be of kind int"),
+        ("--recompute-num-layers one", "must be a whole number"),
         ("--moe-aux-loss-coeff -0.01", "a loss weighs 0 or more"),
         ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01", "has no loss that it could weigh"),
         ("--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 0.01", "one coefficient, so one loss"),
@@ -89,3 +89,14 @@ def test_bf16_is_the_models_type() -> None:
     s = settings_of(f"{LEAST} --bf16")
     assert s.model.model_dtype == "bfloat16" and s.flat.train_backend == "torch", "it is not Megatron's alone"
     assert settings_of(f"{LEAST} --model-dtype float32").model.model_dtype == "float32"
+
+
+def test_the_words_that_megatron_core_takes_are_its_own() -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    from actors.trainer.megatron_backend.setup import TYPES
+
+    assert set(CHOICES["attention_backend"]) == set(AttnBackend.__members__)
+    assert all(set(words) == set(TYPES) for name, words in CHOICES.items() if name.endswith("dtype"))
+    for name, words in CHOICES.items():
+        assert FIELDS[name] == "str" and len(words) > 1, name

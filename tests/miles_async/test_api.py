@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pandas
 import pytest
 
@@ -17,6 +21,7 @@ import miles_async
 from bus import Bus
 from bus.errors import BusRefused, BusUnreachable
 from miles_async import api
+from miles_async.api import started
 from miles_async.settings.load import load
 from miles_async.settings.runs import write_run_file
 from tests.crash.toy import make_toy
@@ -63,7 +68,10 @@ async def test_the_documentations_code_runs_in_a_running_loop(
     assert "0.0002 next step (trainer)" in said and "a first look" in said and "first has stopped" in said
     with pytest.raises(BusUnreachable, match="run first is not running"):
         run.knobs.set(lr=1e-3)
-    done = len(run.metrics())
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir("/")
+        done = len(run.metrics())
+        assert run.log.exists() and run.wait() == 0
     assert run.knobs.get()["max_weight_staleness"] == 1 and 0 < done < 200
 
     exec(BLOCKS[4], space)
@@ -118,6 +126,30 @@ def test_what_the_launcher_refuses_is_raised_and_an_interrupt_reaches_it(
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_hears_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [sys.executable, "-c", "input()"]
+    monkeypatch.setattr(started, "_launch", lambda _, log: subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log))
+    run, context = started.StartedRun(tmp_path / "r", ""), multiprocessing.get_context("fork")
+    answers = context.Queue()
+
+    def ask() -> None:
+        answers.put(run.running)
+        answers.put((run.wait(60), run.running))
+
+    child = context.Process(target=ask)
+    child.start()
+    try:
+        assert answers.get(timeout=60) is True
+        assert run._process.stdin is not None
+        run._process.stdin.write(b"\n")
+        run._process.stdin.close()
+        assert answers.get(timeout=60) == (0, False) and run.wait(60) == 0
+    finally:
+        child.kill()
+        child.join(60)
+
+
 async def test_a_run_is_opened_by_address_also_over_tls(whole, redis_url: str, tmp_path: Path) -> None:
     """From a host that has no folder of the run, out of its logs; and its live settings are changed from there."""
     async with tls_before(Path(redis_url.removeprefix("unix://")), tmp_path) as (port, certificate):
@@ -129,7 +161,7 @@ async def test_a_run_is_opened_by_address_also_over_tls(whole, redis_url: str, t
             assert list(run.evals()["eval/held_out"]) == [0.625] and set(run.events("drop")["reason"]) == {"zero_std_0"}
             assert run.ledger()["samples"]["trained"] == 2 and run.status()["policy"]["step"] == 1
             assert run.folder is None and run.name == whole.name and len(run.samples()) == 0
-            assert run.knobs.set("from afar", tis_clip=3) == {"tis_clip": 3.0}
+            assert run.knobs.set("from afar", tis_clip=numpy.int64(3)) == {"tis_clip": 3.0}
             assert run.knobs["tis_clip"] == 3.0 and list(run.knobs.log()["reason"])[-1] == "from afar"
             with pytest.raises(miles_async.SettingsError, match=r"tis_clip = -1.*Nothing was changed"):
                 run.knobs.set(tis_clip=-1)
@@ -150,6 +182,40 @@ async def test_an_opened_run_says_whether_it_goes_on(redis_url: str, run_name: s
             stop.set()
     write_run_file(tmp_path / run_name, run=run_name, bus_url=f"unix://{tmp_path}/gone.sock")
     assert not await asyncio.to_thread(lambda: run.running)
+
+
+async def test_a_run_is_found_from_any_folder_and_by_its_own(
+    whole, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs") / whole.name
+    write_run_file(folder, run=whole.name, bus_url=redis_url)
+    (folder / "metrics.jsonl").write_text('{"kind": "checkpoint", "step": 3, "wall": 1.0}\n')
+    runs = [miles_async.open_run(name) for name in (None, whole.name, folder, str(folder), folder.absolute())]
+    monkeypatch.chdir("/")
+
+    def look() -> None:
+        for run in runs:
+            assert run.folder == tmp_path / folder and len(run.events("checkpoint")) == 1
+            assert run.status()["policy"]["step"] == 1
+
+    await asyncio.to_thread(look)
+    with pytest.raises(miles_async.SettingsError, match=r"name_or_url = 5: not a text"):
+        miles_async.open_run(5)  # type: ignore[arg-type]
+
+
+def test_a_program_gives_the_numbers_that_it_has() -> None:
+    base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math"}
+    given = {"lr": numpy.float64(2e-4), "num_rollout": numpy.int64(4), "normalize_advantages": numpy.bool_(True),
+             "rollout_stop_token_ids": numpy.array([1, 2]), "eval_prompt_data": ("a", Path("b.jsonl"))}
+    s = load(None, values={**base, **given}).settings.flat
+    assert (s.lr, s.num_rollout, s.normalize_advantages) == (2e-4, 4, True)
+    assert (tuple(s.rollout_stop_token_ids), tuple(s.eval_prompt_data)) == ((1, 2), ("a", "b.jsonl"))
+    assert type(s.lr) is float and type(s.num_rollout) is int and type(s.normalize_advantages) is bool
+    with pytest.raises(miles_async.SettingsError) as caught:
+        load(None, values={**base, "lr": numpy.float64("nan"), "custom_rm_path": len, "train_env_vars": {"A": "1"}, 5: 6})
+    for said in ("lr = nan: must be", "save it in a file, and write FILE.py:NAME", "a table as JSON", "5 is not a setting"):
+        assert said in str(caught.value)
 
 
 def test_settings_are_given_by_name_as_a_table_or_as_tables() -> None:

@@ -132,7 +132,7 @@ def test_help_shows_every_flag_with_unit_and_default(capsys):
     [
         (["trian"], "Did you mean train?"),
         (["train", "none.toml"], "no such settings file: none.toml"),
-        (["train", "a.toml", "b.toml"], "one settings file expected"),
+        (["train", "c.toml", "b.toml"], "one settings file expected"),
         (["train", "c.toml", "--rollout-bach-size", "4"], "Did you mean --rollout-batch-size?"),
         (["train", "c.toml", "--global-batch-size", "7"], "global_batch_size = 7"),
         (["train", "c.toml", "--dryrun"], "Did you mean --dry-run?"),
@@ -158,11 +158,12 @@ def test_a_dry_run_tells_all_that_is_wrong_at_once(tmp_path):
         "async def nothing(task, session):\n    return None\n"
     )
     words = "--hf-checkpoint nowhere --prompt-data gone.jsonl --min-lr 1 --lora-rank 8 --rm-type none "
+    words += "--eval-prompt-data e gone-too.jsonl --eval-interval 2 "
     words += "--custom-rm-path mine.two --dynamic-sampling-filter-path mine.raises --buffer-filter-path mine.none"
     words += " --custom-generate-function-path mine.nothing --custom-config-path gone.yaml"
-    done = in_process("train", "c.toml", "--dry-run", *words.split(), cwd=tmp_path)
+    done = in_process("train", "c.toml", "second.toml", "--dry-run", *words.split(), cwd=tmp_path)
     said = [line.removeprefix("miles-async train: ").split(" ")[0] for line in done.stderr.splitlines()]
-    fields = ["--lora-rank", "min_lr", "hf_checkpoint", "prompt_data"]
+    fields = ["--lora-rank", "one", "min_lr", "hf_checkpoint", "prompt_data", "eval_prompt_data"]
     fields += ["custom_config_path", "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path"]
     assert (done.returncode, said) == (2, [*fields, "custom_generate_function_path"])
     assert "(sample: dict) or (args, sample) -> number or table" in done.stderr and "raised TypeError" in done.stderr

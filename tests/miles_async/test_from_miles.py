@@ -140,6 +140,20 @@ def test_a_script_gives_what_its_flags_give(name: str, tmp_path: Path) -> None:
     assert "not run: pkill (line 2), ray start (line" in told and "KEY" not in told
 
 
+def test_a_script_is_tried_without_a_gpu(tmp_path: Path) -> None:
+    """No flag behind a script could take back what it passes on to SGLang."""
+    script = tmp_path / "run.sh"
+    script.write_text("python3 train.py --lr 1e-6 --sglang-mem-fraction-static 0.7 --sglang-router-policy x --rollout-num-gpus 4\n")
+    asked = parse(["--from-miles", str(script), "--engine", "embedded", "--rollout-num-gpus", "0"])
+    assert {value.typed: value.words for value in asked.values} == {
+        "--dynamic-sampling-filter-path": ("none",), "--lr": ("1e-6",), "--engine": ("embedded",), "--rollout-num-gpus": ("0",),
+    }  # fmt: skip
+    assert sum("left out: this command line says --engine embedded" in line for line in asked.told) == 2
+    assert not any("--engine sglang" in line for line in asked.told) and not asked.refused.found
+    passed = parse(["--from-miles", str(script)])
+    assert "--sglang-mem-fraction-static" in {value.typed for value in passed.values}
+
+
 def test_all_refusals_come_at_once_and_name_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "run.sh"
     script.write_text("""X=(--lr $(cat lr.txt) --num-layers $(layers)

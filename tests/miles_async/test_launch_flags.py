@@ -36,6 +36,18 @@ REFUSED = {
     "--session-message-matcher": "agents.md",
     "--use-session-server": "agents.md",
 }
+OF_ITS_PARSER = """
+--allow-partial-train-step --custom-update-weight-post-write-path --disable-compute-advantages-and-returns --enable-mtp-training
+--fp8-format --http-proxy --load-debug-rollout-data-subsample --log-probs-chunk-size --mfu-peak-tflops --min-batch-collection-ratio
+--offload-train-disk-chunk-mb --offload-train-disk-dir --opd-log-prob-top-k --opd-reward-weight-mode --opd-teacher-key
+--opd-top-k-strategy --opd-topk-per-position --pin-rollout-manager-to-head --prefill-num-servers --recompute-logprobs-via-prefill
+--save-local-weight-checksum --skip-actor-forward-only --use-indexer-replay --use-rollout-entropy
+"""
+"""Flags of Miles that no flag of ours resembles: a likely name would mislead."""
+
+
+def test_no_flag_of_miles_is_taken_for_a_misspelt_one() -> None:
+    assert [flag for flag in OF_ITS_PARSER.split() if not why_not(flag)] == []
 
 
 def test_each_flag_is_taken_or_refused_with_its_own_reason() -> None:

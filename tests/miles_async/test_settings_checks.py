@@ -8,11 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from actors.reward.rules import RULES, BadLabel
+from actors.reward.sample import Sample
 from actors.runtime.prompts import load_prompts
 from actors.runtime.rows import sources_of, value_at
 from actors.runtime.run import Refused
-from miles_async.launcher.hooks import _sample, check_quantization
-from miles_async.launcher.preflight import check_prompt_data, check_prompt_lengths, preflight
+from miles_async.launcher.hooks import PROBES, _sample, check_quantization
+from miles_async.launcher.preflight import COMPARE, check_prompt_data, check_prompt_lengths, preflight
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.settings.custom_config import custom_config
@@ -267,3 +269,36 @@ def test_a_file_of_own_values_that_cannot_be_sent_is_refused(tmp_path, text, say
     (tmp_path / "own.yaml").write_text(text)
     with pytest.raises(SettingsError, match=f"own.yaml.*{says}"):
         custom_config(str(tmp_path / "own.yaml"))
+
+
+def test_a_rule_that_compares_with_labels_needs_some(data: Path, tmp_path: Path) -> None:
+    assert any("label_key is unset" in note for note in preflight(make(data)).notes)
+    assert not any("label" in note for note in preflight(make(data, label_key="answer")).notes)
+    assert not any("label" in note for note in preflight(make(data, rm_type="random")).notes)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"input": "1+1=", "answer": null}\n{"input": "1+2=", "answer": ""}\n')
+    said = refusal(make(empty, label_key="answer"))
+    assert "label_key = 'answer'" in said and "none of the first 2 rows of" in said
+    preflight(make(empty, label_key="answer", rm_type="finished"))
+
+
+def test_rules_that_compare_are_those_that_give_all_answers_one_reward_without_a_label() -> None:
+    answers = ["2", "\\boxed{2}", "so the answer is 2", "Answer: 2", "</think> \\boxed{3}", "no"]
+
+    def alike(rule: str) -> bool:
+        samples = [Sample(sample_id="s/0", prompt="1+1=", response=one, label="", metadata={}) for one in answers]
+        try:
+            return len({str(RULES[rule](sample)) for sample in samples}) == 1
+        except BadLabel:  # it says what it lacks
+            return False
+
+    assert {rule for rule in RULES if alike(rule)} - {"finished", "deterministic_random"} == COMPARE
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("[]", "is not a JSON"), ("null", "is not a JSON"), ("{", "cannot be read"), ("\udcff", "cannot be read")]
+)
+@pytest.mark.parametrize("flags", [{}, {"train_backend": "megatron"}], ids=["torch", "megatron"])
+def test_a_config_that_is_none_is_refused_once_by_all_that_look(data: Path, model: Path, text: str, said: str, flags: Any) -> None:
+    (model / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert f"config.json {said}" in refusal(make(data, hf_checkpoint=str(model), **flags), probes=PROBES)

@@ -73,6 +73,13 @@ def test_booleans_lists_and_unsetting_as_flags(tmp_path):
     assert s.grpo.tis_clip == 3.0
 
 
+@pytest.mark.parametrize(("word", "value"), [(".5", 0.5), ("5.", 5.0), ("+5", 5.0), ("+.5e-1", 0.05), ("1E-6", 1e-6), ("5.0", 5.0)])
+def test_a_number_is_taken_as_a_shell_script_may_write_it(tmp_path, word, value):
+    assert from_text(tmp_path, flags=f"--lr {word}").settings.optimizer.lr == value
+    if value == 5:
+        assert from_text(tmp_path, flags=f"--rollout-batch-size={word}").settings.rollout.rollout_batch_size == 5
+
+
 def test_a_string_field_takes_any_word_literally(tmp_path):
     assert from_text(tmp_path, flags="--input-key null").settings.rollout.input_key == "null"
     assert from_text(tmp_path, flags="--input-key 7").settings.rollout.input_key == "7"
@@ -91,6 +98,8 @@ def test_a_string_field_takes_any_word_literally(tmp_path):
         ("staleness_policy = 'drpo'", "", ("'drpo'", "auto, split, whole, member, wait, drop", "Did you mean drop?")),
         ("rollout_stop_token_ids = ['a']", "", ("rollout_stop_token_ids", "list of whole numbers")),
         ("input_key = ''", "", ("input_key", "must not be empty")),
+        ("rollout_stop = ['a', '']", "", ("rollout_stop = ['a', '']", "must not be empty")),
+        ("", "--rollout-stop=", ("--rollout-stop", "must not be empty")),
         ("[grpo]\ntis_clip = 2.0\ntis_threshold = 1.0", "", ("tis_threshold and tis_clip are one setting",)),
         ("this is not toml", "", ("tiny.toml is not valid TOML", "line")),
         (f"[sglang]\nserver_args = {{a={'[' * 5000}{']' * 5000}}}", "", ("tiny.toml is not valid TOML", "nested too deeply")),
@@ -106,7 +115,21 @@ def test_a_string_field_takes_any_word_literally(tmp_path):
         ("", "--lr inf", ("--lr", "finite")),
         ("", "--use-tis=maybe", ("--use-tis = 'maybe'", "true or false")),
         ("", "--no-use-tis=true", ("--no-use-tis takes no value",)),
-        ("", "-n 4", ("-n is not a flag",)),
+        ("", "-n 4", ("-n is not a flag", "two dashes")),
+        ("", "-lr 1e-4", ("-lr is not a flag", "Did you mean --lr?")),
+        ("", "--use-tis true", ("--use-tis takes no word behind a space", "--use-tis=true")),
+        ("", "--use-fault-tolerance 1", ("--use-fault-tolerance takes no word",)),
+        ("", "--lr= 1e-4", ("'1e-4' stands behind --lr= and a space", "Write --lr=1e-4")),
+        ("", "--bf16=true", ("--bf16 takes no value",)),
+        ("", "--lr 1_0", ("--lr = '1_0'", "a number >= 0")),
+        ("", "--lr .", ("--lr = '.'", "a number >= 0")),
+        ("", "--attention-backend flsh", ("megatron.attention_backend = 'flsh'", "Did you mean flash?")),
+        ("", "--recompute-granularity none", ("megatron-core does not know it", "It is full or selective")),
+        ("", "--attention-dropout x", ("--attention-dropout = 'x'", "must be a number")),
+        ("", "--sglang-mem-fraction-static 0.7", ("engine is 'embedded'", "Set --engine sglang, or leave it out")),
+        ("", "--sglang-server-concurency 7", ("engine is 'embedded'", "Did you mean sglang_server_concurrency?")),
+        ("[sglang]\nsglang_mem_fraction_static = 0.7", "", ("the table server_args of [sglang], as mem-fraction-static",)),
+        ("[perf]\nrecompute_granularity = 'full'", "", ("the table megatron of [parallel], as recompute_granularity",)),
         ("", "--eps-clip-c 0.5", ("--eps-clip-c = '0.5'", "> 1")),
         ("", "--eps-clip 1", ("--eps-clip = '1'", "> 0 and < 1")),
     ],

@@ -132,6 +132,21 @@ async def visits(task: Any, session: Any) -> list[Trajectory]:
     return [Trajectory(task.prompt, [await session.generate(task.prompt)], reward=float(await session.world().reset() == "2"))]
 
 
+def test_functions_of_megatron_are_found_before_the_trainer_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they import may be on the trainer's hosts alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "of_mine.py").write_text("import megatron_plugins_elsewhere\n")
+    (tmp_path / "sound.py").write_text("def init(core):\n    return None\n")
+
+    def said(path: str) -> str:
+        return problem_of("custom_megatron_init_path", path, Ask(paths={}, sample=SAMPLE))
+
+    assert said("sound.init") == "" and said("of_mine.init") == ""
+    assert "No module named 'nope'" in said("nope.f") and "no attribute 'it'" in said("sound.it")
+    assert "No module named 'sound.more'" in said("sound.more.f")
+
+
 def test_an_environment_is_called_in_no_loop_also_by_a_program_that_is_tried() -> None:
     paths = {"custom_generate_function_path": f"{__name__}.visits", "environment_path": f"{__name__}.LoopOfItsOwn"}
     ask = Ask(paths=paths, sample=SAMPLE)

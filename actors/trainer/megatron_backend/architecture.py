@@ -138,7 +138,8 @@ class Reader:
             old["rope_type"] = old.pop("type", None) or old.get("rope_type") or "default"
             given = {**old, "rope_theta": self.get("rope_theta", 10000.0),
                      "partial_rotary_factor": self.get("partial_rotary_factor", 1.0)}  # fmt: skip
-        return {"rope_type": "default", "partial_rotary_factor": self.get("partial_rotary_factor", 1.0), **given}
+        known = {name: self.get(name, usual) for name, usual in (("partial_rotary_factor", 1.0), ("rope_theta", 10000.0))}
+        return {"rope_type": "default", **known, **given}
 
     def dense(self, rules: list[Rule], *, transformer: Mapping[str, Any], tied: bool = False,
               rotary: Mapping[str, Any] | None = None, **own: Any) -> Architecture:  # fmt: skip

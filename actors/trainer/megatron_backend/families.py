@@ -225,6 +225,12 @@ FAMILIES: dict[str, Callable[[Reader], Architecture]] = {
 REFUSED = {"gemma3": "its tower for pictures is not mapped; give a directory of the text model alone, model_type gemma3_text"}
 
 
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+)
+
+
 def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
     """The architecture that a config.json describes. Raises Refused with the reason where Megatron can't train it."""
     family = str(config.get("model_type"))
@@ -234,4 +240,10 @@ def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Archit
         )
     if family not in FAMILIES:
         raise Refused(f"{where}: the Megatron backend knows {', '.join(FAMILIES)}, not model_type {family!r}")
-    return FAMILIES[family](Reader(config, where))
+    for key in SIZES:
+        if (value := config.get(key)) is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise Refused(f"{where}: {key}={value!r} is no whole number >= 1")
+    try:
+        return FAMILIES[family](Reader(config, where))
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:  # patterns, rope parameters
+        raise Refused(f"{where}: a value is not of its kind ({type(error).__name__}: {error})") from error
