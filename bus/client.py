@@ -1,7 +1,7 @@
 """The one way to a server: its address without secrets, its password, and a client with what delivery relies on.
 
 A run's password is only in the environment of its processes or in a file of the user's: settings move one that came inside a URL
-there (miles_async/settings/secrets.py), so that no file, log, error or command line of a run can hold it.
+there (miles_async/settings/addresses.py), so that no file, log, error or command line of a run can hold it.
 """
 
 from __future__ import annotations

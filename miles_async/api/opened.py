@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from miles_async.settings.addresses import take_password
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.runs import RUN_FILE, RunRef, find_run, read_run_file
-from miles_async.settings.secrets import take_password
 
 if TYPE_CHECKING:
     import pandas

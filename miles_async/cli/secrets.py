@@ -9,7 +9,7 @@ import ctypes
 import re
 from collections.abc import Sequence
 
-from miles_async.settings.secrets import take_password
+from miles_async.settings.addresses import take_password
 
 _WORD = re.compile(r"(--[\w-]+=)?((?:rediss?(?:\+sentinel)?|unix)://.*)", re.DOTALL)
 

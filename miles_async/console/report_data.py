@@ -25,8 +25,8 @@ from miles_async.console.figures import DROPPED, derived
 from miles_async.console.report_samples import samples_of
 from miles_async.console.text import knob_text
 from miles_async.console.whatif.observed import Spread
+from miles_async.settings.addresses import without_credentials
 from miles_async.settings.runs import read_settings
-from miles_async.settings.secrets import without_credentials
 
 STALENESS_KNOB = "max_weight_staleness"
 MOST_BYTES = 6_000_000  # of all tables of a page, about

@@ -29,12 +29,12 @@ from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.place import Place
 from miles_async.launcher.resume import load_dir, same
+from miles_async.settings.addresses import without_credentials
 from miles_async.settings.catalog import catalog
 from miles_async.settings.custom_config import custom_config
 from miles_async.settings.flat import Flat
 from miles_async.settings.live import initial_values
 from miles_async.settings.run import RunSettings
-from miles_async.settings.secrets import without_credentials
 
 T = TypeVar("T")
 REDUCTIONS: dict[str, Reduction] = {

@@ -1,11 +1,10 @@
 """(pure) Rules between settings that say who scores and who makes samples: rewards, tools, agents, functions of the user's."""
 
 import re
-from urllib.parse import urlsplit
 
+from miles_async.settings.addresses import unreachable, without_credentials
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import BATCH, Flat
-from miles_async.settings.secrets import without_credentials
 
 FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
 FORMS = "Write package.module.function or file.py:function."  # what load_hook takes
@@ -28,22 +27,11 @@ def addresses_are_urls(s: Flat) -> None:
     for field, url in (*(("rm_url", url) for url in s.rm_url), ("judge_url", s.judge_url), ("otel_endpoint", s.otel_endpoint)):
         if url is not None and not url.startswith(("http://", "https://")):
             raise refusal(field, url, "not an http:// or https:// address", "Write the scheme too.")
-        if url is not None and (why := _unreachable(url)):
+        if url is not None and (why := unreachable(url)):
             raise refusal(field, without_credentials(url), why, "Write http://HOST:PORT/PATH, PORT from 1 to 65535.")
     if "@" in (s.otel_endpoint or ""):
         remedy = "Put it into the variable OTEL_EXPORTER_OTLP_HEADERS, as authorization=Basic%20BASE64."
         raise refusal("otel_endpoint", "(hidden)", "a login in an address is seen by all users of this host", remedy)
-
-
-def _unreachable(url: str) -> str:
-    """Why no address of this form is ever reached; empty if one may be."""
-    try:
-        parts = urlsplit(url)
-        if not parts.hostname:
-            return "it names no host"
-        return "nothing listens on port 0" if parts.port == 0 else ""
-    except ValueError as error:
-        return f"not an address: {error}"
 
 
 def retries_fit_the_deliveries(s: Flat) -> None:

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import msgspec
 
 from miles_async.settings import megatron_fields
+from miles_async.settings.addresses import take_password
 from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.derive import fill
 from miles_async.settings.errors import Refusals, SettingsError, nearest, parsed
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
-from miles_async.settings.secrets import take_password
 
 Origin = Literal["default", "file", "flag", "derived"]
 UNSET_WORD = "none"

@@ -12,9 +12,9 @@ import pytest
 from bus import client
 from miles_async.cli.app import main
 from miles_async.console.report import write_report
+from miles_async.settings.addresses import PASSWORD, take_password
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.load import settings_from
-from miles_async.settings.secrets import PASSWORD, take_password
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,4 +1,6 @@
-"""A password inside a bus address goes into the environment, where `bus.client.connect` looks for it, here and in every process
+"""Addresses in settings: their passwords, and whether anything can be reached at them.
+
+A password inside a bus address goes into the environment, where `bus.client.connect` looks for it, here and in every process
 that is started from here. So no settings hold one, whether they are printed, stored or sent on. Other addresses keep what they
 were given with, in the run's own folder only."""
 
@@ -40,3 +42,14 @@ def without_credentials(value: Any) -> Any:
     except ValueError:
         return value.partition("://")[0] + "://?"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def unreachable(url: str) -> str:
+    """Why nothing is ever reached at an address of this form; empty if something may be."""
+    try:
+        parts = urlsplit(url)
+        if not parts.hostname:
+            return "it names no host"
+        return "nothing listens on port 0" if parts.port == 0 else ""
+    except ValueError as error:
+        return f"not an address: {error}"
