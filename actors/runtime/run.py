@@ -46,7 +46,6 @@ END_AGAIN_S = 30.0  # for what was cancelled to end; engines and processes are e
 
 def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> None:
     """`python -m actors.<room> SPEC.json`: read the spec, run the room, exit with the code above."""
-    lose_prints()
     log_to_stderr()
     try:
         spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorSpec)
@@ -79,7 +78,8 @@ TELL_EACH_CALL = ("httpx", "httpx2", "openai")
 
 
 def log_to_stderr() -> None:
-    """One line per event with time and actor; nothing in it that a terminal would obey."""
+    """One line per event with time and actor; nothing in it that a terminal would obey. A full disk there fails nobody."""
+    lose_prints()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_Printable("%(asctime)s %(name)s %(levelname)s %(message)s"))
