@@ -45,6 +45,47 @@ urllib.request.urlopen(sys.argv[1], timeout=8).close()
 EOF
 }
 
+# Prints shell lines by which uv takes what pip is configured to take: indexes, certificates, folders of wheels, constraints. Exits 1
+# where pip's configuration says more than that.
+uv_settings() {
+    .venv/bin/python -m pip config list | .venv/bin/python -c '
+import ast, re, shlex, sys
+told = {"index-url": ("UV_DEFAULT_INDEX", " "), "extra-index-url": ("UV_INDEX", " "), "find-links": ("UV_FIND_LINKS", ","),
+        "constraint": ("UV_CONSTRAINT", " "), "trusted-host": ("UV_INSECURE_HOST", " "), "cert": ("SSL_CERT_FILE", " ")}
+idle = re.compile("config-file|(default-)?timeout|retries|disable-pip-version-check|no-input|root-user-action|quiet|progress-bar"
+                  "|prefer-binary|(no-)?(compile|color|cache-dir)")
+found = {}
+for line in sys.stdin:  # what comes first holds: the environment, then sections by name
+    name, _, value = line.strip().partition("=")
+    option = name.rpartition(".")[2]
+    if option in told:
+        key, mark = told[option]
+        found.setdefault(key, mark.join(ast.literal_eval(value).split()))
+    elif not idle.fullmatch(option):
+        sys.exit(1)
+for key, value in found.items():
+    print(f"export {key}={shlex.quote(value)}")'
+}
+
+# uv needs a fifth of the time that pip needs, and reads none of its configuration.
+by_uv=""
+take_uv() {
+    local told
+    told=$(uv_settings) && .venv/bin/python -m pip install --quiet uv 2>/dev/null || return 0
+    eval "$told"
+    export UV_INDEX_STRATEGY=unsafe-best-match UV_NO_CONFIG=1 # the best version of all indexes, as pip chooses
+    by_uv=1
+}
+
+# Installs requirements into .venv, by pip where uv cannot; the status says whether they are there.
+install() {
+    if [ -n "$by_uv" ]; then
+        .venv/bin/uv pip install --python .venv/bin/python "$@" && return
+        say "uv could not install $*; asking pip"
+    fi
+    .venv/bin/python -m pip install "$@"
+}
+
 # Packages that only a CUDA build of torch asks for, from a resolution that downloads metadata, not wheels.
 cuda_packages_of() {
     .venv/bin/python -m pip install --quiet --dry-run --report - "$1" 2>/dev/null | .venv/bin/python -c '
@@ -55,31 +96,31 @@ print(" ".join(name for name in names if name.startswith(("nvidia-", "cuda-"))))
 
 # torch first and by itself: the default build of the package index brings gigabytes of CUDA, useless without a GPU.
 install_torch() {
-    local pip=".venv/bin/python -m pip" extra="" cuda
+    local extra="" cuda
     if [ -n "${MILES_ASYNC_TORCH:-}" ]; then
-        $pip install "$MILES_ASYNC_TORCH" || die "pip could not install MILES_ASYNC_TORCH='$MILES_ASYNC_TORCH'; see above"
+        install "$MILES_ASYNC_TORCH" || die "could not install MILES_ASYNC_TORCH='$MILES_ASYNC_TORCH'; see above"
         return
     fi
     if .venv/bin/python -c 'import torch' 2>/dev/null; then return; fi
     if has_nvidia_gpu; then
-        $pip install "$GPU_TORCH" || die "pip could not install $GPU_TORCH for this GPU machine; see above"
+        install "$GPU_TORCH" || die "could not install $GPU_TORCH for this GPU machine; see above"
         return
     fi
     if [ "$(uname -s)" != Linux ]; then
-        $pip install "torch==$CPU_TORCH" || die "pip could not install torch==$CPU_TORCH; see above"
+        install "torch==$CPU_TORCH" || die "could not install torch==$CPU_TORCH; see above"
         return
     fi
     # The local version +cpu exists only for CPU builds, so no CUDA build can slip in from another index.
     if reachable "$CPU_INDEX/torch/"; then extra="--extra-index-url $CPU_INDEX"; fi
     # shellcheck disable=SC2086  # $extra is two words or none
-    if $pip install $extra "torch==$CPU_TORCH+cpu"; then return; fi
+    if install $extra "torch==$CPU_TORCH+cpu"; then return; fi
     say "no torch $CPU_TORCH+cpu there; asking the default index whether its torch comes without CUDA"
     cuda=$(cuda_packages_of "torch==$CPU_TORCH") || die "no torch $CPU_TORCH for this machine: $CPU_INDEX and the" \
         "package index have none or are unreachable; set MILES_ASYNC_TORCH to a requirement that your index can serve"
     [ -z "$cuda" ] || die "no CPU build of torch found: $CPU_INDEX is unreachable and the index's torch would bring" \
         "gigabytes of CUDA ($(printf '%s' "$cuda" | wc -w) packages); allow that host, put a CPU wheel where pip finds" \
         "it (PIP_FIND_LINKS), or accept CUDA with MILES_ASYNC_TORCH=torch==$CPU_TORCH"
-    $pip install "torch==$CPU_TORCH" || die "pip could not install torch==$CPU_TORCH; see above"
+    install "torch==$CPU_TORCH" || die "could not install torch==$CPU_TORCH; see above"
 }
 
 # prepare EXTRAS: .venv with the project and its extras ('' or '[test]'), installed only when pyproject.toml changed.
@@ -96,14 +137,14 @@ import hashlib, sys
 print(sys.version.split()[0], hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
     say "installing (once; some minutes)"
+    take_uv
     install_torch
     # Held fast: a requirement that the installed torch does not meet must fail here, not replace it by a CUDA build.
     .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
         >.venv/constraints.txt || die "torch is not in .venv after its installation; remove .venv and run this again"
-    # Compiles what torch imports while pip, which uses one processor, installs the rest.
+    # Compiles what torch imports while the rest is installed.
     env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -c 'import torch' &
-    .venv/bin/python -m pip install --quiet -c .venv/constraints.txt -e ".$extras" ||
-        die "pip could not install this project; see above"
+    install -c .venv/constraints.txt -e ".$extras" || die "could not install this project; see above"
     wait $! || true
     env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -c 'import torch, actors.trainer.torch_backend.core, miles_async.launcher.run' ||
         die "torch is installed but does not import; remove .venv and run this again"
