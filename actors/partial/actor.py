@@ -125,7 +125,8 @@ class PartialBuffer:
             out = PrefixDropped(task=task, tokens_made=response.n_tokens)
         elif action == "restart":
             out = PrefixResume(task=task, response=Response(marks=response.marks))
-            ledger = {"tokens/dropped/restarted": response.n_tokens} if response.n_tokens else {}
+            if response.n_tokens and not task.eval_name:  # an evaluation's samples are in no account
+                ledger = {"tokens/dropped/restarted": response.n_tokens}
         else:
             kept = mask_prefix(response) if self._spec.mask_offpolicy else response
             out = PrefixResume(task=task, response=kept, journal=parked.journal)

@@ -165,3 +165,14 @@ async def test_an_interrupted_sample_begins_again_where_partial_rollout_is_off(
             [resumed] = await moved(bus, 1)
         assert resumed.response.n_tokens == kept
         assert (await read_accounts(bus)).tokens_dropped.get("restarted", 0) == 3 - kept
+
+
+async def test_an_evaluation_sample_that_begins_again_is_in_no_account(redis_url: str, run_name: str) -> None:
+    done = rollout(1, 0, n=2, tokens=3)
+    task = msgspec.structs.replace(done.task, sample_id="e1/0", group_id="e1", eval_name="few")
+    async with open_bus(redis_url, run_name, knobs={"partial_rollout": False}) as bus:
+        async with running(bus, "partial", run, PartialSpec()):
+            await put(bus, PARKED, Parked(task=task, response=done.response, reason="drain"))
+            [resumed] = await moved(bus, 1)
+        assert (resumed.task, resumed.response.n_tokens) == (task, 0)
+        assert (await read_accounts(bus)).tokens_dropped == {}
