@@ -46,10 +46,12 @@ from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.place import Place
 from miles_async.launcher.plan import training_data
 from miles_async.launcher.resume import (
+    DATA,
     changed_since_last_start,
     is_over,
     keep_settings,
     move_tracker,
+    other_data,
     resumes_from,
 )
 from miles_async.settings.catalog import kinds
@@ -177,14 +179,11 @@ def place_of(settings: RunSettings) -> Place:
     weights, note = weights_dir(run_dir, directory)
     if note:
         print(f"note: {note}", file=sys.stderr)
-    identity = {
-        "prompt_data": settings.rollout.prompt_data,
-        "n_samples_per_prompt": settings.rollout.n_samples_per_prompt,
-        "rollout_seed": settings.rollout.rollout_seed,
-        "rollout_shuffle": settings.rollout.rollout_shuffle,
-    }
-    if settings.rollout.data_source_path:
-        identity["data_source_path"] = settings.rollout.data_source_path
+    for note in other_data(settings, run_dir):
+        print(f"note: {note}", file=sys.stderr)
+    identity = {name: getattr(settings.rollout, name) for name in DATA}
+    if not identity["data_source_path"]:
+        del identity["data_source_path"]
     return Place(
         run_dir=str(run_dir.resolve()),
         model_dir=str(directory),
@@ -282,7 +281,7 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
         await claim_identity(bus, settings, place)
     await bus.make_readers()
     values, live = initial_values(settings), live_kinds()
-    wanted = {name: value for name, value in changed_since_last_start(settings, run_dir).items() if name in live}
+    wanted = {name: now for name, (_, now) in changed_since_last_start(settings, run_dir).items() if name in live}
     if state is not None and await holds_nothing(bus):
         # Knobs first: killed in between, the next start still finds the bus empty and does both again.
         kept = {name: value for name, value in state.knobs.items() if name in live}

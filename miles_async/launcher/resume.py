@@ -112,15 +112,23 @@ async def finished_step(bus: Bus, num_rollout: int) -> int:
 
 
 SETTINGS_FILE = "settings.toml"  # of the last start that made the bus ready
+DATA = ("prompt_data", "n_samples_per_prompt", "rollout_seed", "rollout_shuffle", "data_source_path")  # a run keeps these
 
 
-def changed_since_last_start(settings: RunSettings, run_dir: Path) -> dict[str, Any]:
-    """Settings by name that differ from those of the run's last start; nothing where that is not known."""
+def changed_since_last_start(settings: RunSettings, run_dir: Path) -> dict[str, tuple[Any, Any]]:
+    """Settings by name whose values at the run's last start and now differ; nothing where that start is not known."""
     try:
         before = initial_values(load(run_dir / SETTINGS_FILE).settings)
     except SettingsError:  # its first start, or one of another release
         return {}
-    return {name: value for name, value in initial_values(settings).items() if name in before and before[name] != value}
+    now = initial_values(settings)
+    return {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
+
+
+def other_data(settings: RunSettings, run_dir: Path) -> list[str]:
+    """Notes for the operator on what tells this start's data and groups from those of the last one."""
+    changed = changed_since_last_start(settings, run_dir)
+    return [f"{name} was {changed[name][0]!r} at the last start and is {changed[name][1]!r}" for name in DATA if name in changed]
 
 
 def keep_settings(settings: RunSettings, run_dir: Path) -> None:

@@ -87,7 +87,8 @@ def test_a_checkpoint_of_another_data_set_is_refused(run_of: Launch) -> None:
     before = len(run.output())
     run.start(flags=("--prompt-data", str(other)))
     assert run.join() == 2
-    said = run.output()[before:].strip().splitlines()[-1]
+    *_, note, said = run.output()[before:].strip().splitlines()
+    assert note.startswith("note: prompt_data was ") and note.endswith(f"and is {str(other)!r}")
     assert "other data or group settings" in said
     assert "Nothing was changed" in said
 
