@@ -229,6 +229,7 @@ class Sampler:
             group=group,
             lookahead=spec.lookahead if rule_of(str(knobs.staleness_policy), bound) == "wait" else 0,
             open_samples=progress.open_samples,
+            untrained=progress.untrained,
             unjudged=progress.unjudged,
             steps_left=spec.num_rollout - max(progress.step, 0),
         )

@@ -27,23 +27,24 @@ def open_limit(*, per_version: int, max_staleness: int, over_sampling: int = 0, 
 
 
 def free_samples(
-    *, open_samples: int, unjudged: int, limit: int, over_sampling: int, still_needed: int, engine_room: int
+    *, open_samples: int, untrained: int, unjudged: int, limit: int, over_sampling: int, still_needed: int, engine_room: int
 ) -> int:
     """Samples that may be issued now, >= 0.
 
-    `unjudged`: issued and not yet judged; `over_sampling`: how many of those are wanted at most, 0 = as many as may be open.
-    `still_needed`: samples that the rest of the run can use, so that few are left over at its end. `engine_room`: samples that
-    engines can take beyond those that wait for them: a prompt is issued when it can start, with the settings of that moment.
+    `untrained`: open ones that no step has trained; the others wait for their version to be served. `unjudged`: issued and not yet
+    judged; `over_sampling`: how many of those are wanted at most, 0 = as many as may be open. `still_needed`: untrained ones that
+    the rest of the run can use, so that few are left over at its end. `engine_room`: samples that engines can take beyond those
+    that wait for them: a prompt is issued when it can start, with the settings of that moment.
     """
     wanted = over_sampling - unjudged if over_sampling else limit
-    return max(0, min(limit - open_samples, wanted, still_needed - open_samples, engine_room))
+    return max(0, min(limit - open_samples, wanted, still_needed - untrained, engine_room))
 
 
-def whole_groups(free: int, *, open_samples: int, unjudged: int, needed: int, group: int) -> int:
-    """Groups to issue where `free` samples may start: as many as fit. Where none fits, nothing is under way and what is open
+def whole_groups(free: int, *, untrained: int, unjudged: int, needed: int, group: int) -> int:
+    """Groups to issue where `free` samples may start: as many as fit. Where none fits, nothing is under way and what is untrained
     cannot fill a batch of `needed` samples, it is one: members of a group are dropped one by one, so what is missing may be
     less than a group, and trainer and sampler would wait for each other. Then at most group - 1 samples are open too many."""
-    if free < group and unjudged == 0 and open_samples < needed:
+    if free < group and unjudged == 0 and untrained < needed:
         return 1
     return free // group
 
@@ -64,6 +65,7 @@ def group_credits(
     group: int,
     lookahead: int,
     open_samples: int,
+    untrained: int,
     unjudged: int,
     steps_left: int,
 ) -> int:
@@ -77,6 +79,7 @@ def group_credits(
     )
     free = free_samples(
         open_samples=open_samples,
+        untrained=untrained,
         unjudged=unjudged,
         limit=limit,
         over_sampling=over * group,
@@ -84,4 +87,4 @@ def group_credits(
         engine_room=limit,
     )
     needed = min(steps_left, 1) * batch * group
-    return whole_groups(free, open_samples=open_samples, unjudged=unjudged, needed=needed, group=group)
+    return whole_groups(free, untrained=untrained, unjudged=unjudged, needed=needed, group=group)

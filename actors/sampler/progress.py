@@ -143,6 +143,11 @@ class Progress:
         return {group_id: mask for group_id, mask in gone.items() if mask}
 
     @property
+    def untrained(self) -> int:
+        """Open samples that no step has trained."""
+        return self._n_untrained
+
+    @property
     def open_samples(self) -> int:
         """Samples that hold a credit: untrained, or trained in weights that are not yet served."""
         return self._n_untrained + sum(n for step, n in self._unserved.items() if step > self.active_step)

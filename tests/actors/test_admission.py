@@ -26,7 +26,8 @@ N = 4
             38,
         ),  # those that wait to be trained are not in generation
         ({"over_sampling": 48, "unjudged": 50}, 0),
-        ({"still_needed": 70, "open_samples": 60}, 10),
+        ({"still_needed": 70, "open_samples": 60, "untrained": 60}, 10),
+        ({"still_needed": 70, "open_samples": 60, "untrained": 20}, 40),  # what is trained fills no further batch
         ({"engine_room": 3}, 3),
         ({"engine_room": -5}, 0),
     ],
@@ -35,6 +36,7 @@ N = 4
 def test_the_smallest_of_all_bounds_decides(given: dict[str, int], free: int) -> None:
     plain = {
         "open_samples": 0,
+        "untrained": 0,
         "unjudged": 0,
         "limit": 100,
         "over_sampling": 0,
@@ -45,7 +47,7 @@ def test_the_smallest_of_all_bounds_decides(given: dict[str, int], free: int) ->
 
 
 @pytest.mark.parametrize(
-    ("free", "open_samples", "unjudged", "groups"),
+    ("free", "untrained", "unjudged", "groups"),
     [
         (11, 0, 0, 2),
         (3, 29, 0, 1),  # the batch of 32 lacks three samples, and nothing comes any more
@@ -55,9 +57,9 @@ def test_the_smallest_of_all_bounds_decides(given: dict[str, int], free: int) ->
     ],
 )
 def test_what_a_batch_lacks_is_issued_even_if_it_is_less_than_a_group(
-    free: int, open_samples: int, unjudged: int, groups: int
+    free: int, untrained: int, unjudged: int, groups: int
 ) -> None:
-    assert whole_groups(free, open_samples=open_samples, unjudged=unjudged, needed=32, group=N) == groups
+    assert whole_groups(free, untrained=untrained, unjudged=unjudged, needed=32, group=N) == groups
 
 
 @pytest.mark.parametrize(("slots", "under_way", "room"), [(100, 90, 35), (8, 0, 16), (8, 20, -4)])

@@ -93,6 +93,29 @@ async def test_the_last_batch_is_filled_when_a_member_of_a_group_was_dropped(
             await until(lambda: _length(bus, 6))
 
 
+async def test_what_is_trained_and_not_yet_served_does_not_stand_for_the_last_batch(
+    redis_url: str, run_name: str, data: DataSpec
+) -> None:
+    """With an interval of 2 step 99 is served with step 100, for which a dropped member was missing: both waited for ever."""
+    knobs = {"over_sampling_batch_size": 0, "update_weights_interval": 2}
+    async with open_bus(redis_url, run_name, knobs=knobs) as bus:
+        await put(bus, POLICY, StepDone(step=98, version=PolicyVersion(99, 98), trained_on=PolicyVersion(98, 97), groups=()))
+        await activate(bus, 98)
+        async with running(bus, "sampler", run, spec(data)):
+            await until(lambda: _length(bus, 8))
+            for group, members, kept in (
+                *((f"g000000{n}", (), True) for n in (1, 2, 3)),
+                ("g0000004", (0,), True),
+                ("g0000004", (1,), False),
+            ):
+                verdict = GroupVerdict(group_id=group, prompt_id="p", kept=kept, reason="zero_std_0", members=members)
+                await put(bus, VERDICTS, verdict)
+            samples = tuple(f"g000000{n}/{i}" for n in (1, 2) for i in (0, 1))
+            done = StepDone(step=99, version=PolicyVersion(100, 99), trained_on=PolicyVersion(99, 98), groups=(), samples=samples)
+            await put(bus, POLICY, done)
+            await until(lambda: _length(bus, 10))
+
+
 async def test_a_restart_continues_the_epoch_without_gap_or_repetition(
     redis_url: str, run_name: str, data: DataSpec
 ) -> None:

@@ -75,6 +75,7 @@ class House:
     def issue(self) -> None:
         while free_samples(
             open_samples=self.progress.open_samples,
+            untrained=self.progress.untrained,
             unjudged=self.progress.unjudged,
             limit=open_limit(per_version=self.size, max_staleness=self.bound),
             over_sampling=0,
@@ -289,6 +290,7 @@ def test_bound_zero_never_overlaps_two_versions() -> None:
     def room() -> int:
         return free_samples(
             open_samples=progress.open_samples,
+            untrained=progress.untrained,
             unjudged=progress.unjudged,
             limit=limit,
             over_sampling=0,

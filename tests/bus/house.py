@@ -308,6 +308,7 @@ class Sampler:
         await self.fold()
         free = free_samples(
             open_samples=self.progress.open_samples,
+            untrained=self.progress.untrained,
             unjudged=self.progress.unjudged,
             limit=open_limit(per_version=PER_STEP * N_SAMPLES, max_staleness=BOUND),
             over_sampling=(PER_STEP + 1) * N_SAMPLES,

@@ -132,6 +132,7 @@ class Simulation:
                 group=group,
                 lookahead=knobs.staleness_lookahead if self._rule == "wait" else 0,
                 open_samples=progress.open_samples,
+                untrained=progress.untrained,
                 unjudged=progress.unjudged,
                 steps_left=NO_END,
             )
