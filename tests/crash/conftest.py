@@ -27,6 +27,7 @@ VARIANTS = (
     *("before_the_first", "of_an_evaluation", "groups_of_a_lost_bus", "while_it_restores", "middle_of_a_drain"),
     *("actors_start", "again_and_again", "together_with", "longer_than_a_lease", "while[read-only]", "in-an-activation"),
     *("a-scorer", "its-acknowledgement", "the-sampler", "under_its_worker[19]", "outlives"),
+    *("a_run_that_ends_anywhere", "tuned_killed_and_stopped"),
 )
 """Parts of the names of cases that come close to another one of the matrix."""
 

@@ -121,7 +121,17 @@ class Run:
         self.checkpoints = self.dir / "checkpoints"
         self.launcher: subprocess.Popen[bytes] | Warmed | None = None
         self._faults: list[str] = []
-        self._tables = merged(tables, {"launch": {"runs_dir": str(directory / "runs"), "name": name}})
+        self._made_with = self._tables = merged(tables, {"launch": {"runs_dir": str(directory / "runs"), "name": name}})
+
+    def take(self, settings: Tables) -> None:
+        """Settings of the next start, over those it was made with."""
+        self._tables = merged(self._made_with, settings)
+
+    def write(self) -> Path:
+        """The file of settings of the next start."""
+        file = self.home / "run.toml"
+        file.write_text(toml_of(self._tables))
+        return file
 
     @property
     def steps(self) -> int:
@@ -140,9 +150,7 @@ class Run:
 
     def start(self, *, fault: str = "", flags: tuple[str, ...] = (), wrap: tuple[str, ...] = ()) -> None:
         """Run the command. `fault`: see actors.runtime.faultpoints; each strikes once per test."""
-        file = self.home / "run.toml"
-        file.write_text(toml_of(self._tables))
-        environment = usual()
+        file, environment = self.write(), usual()
         if fault:
             self._faults = fault.split(",")
             (self.home / "faults").mkdir(exist_ok=True)
