@@ -22,6 +22,7 @@ import msgspec
 from actors.runtime.contained import contained
 from actors.runtime.content import fault_of, lost_of
 from actors.runtime.context import Context
+from actors.runtime.deadline import within
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
@@ -168,8 +169,7 @@ class Consumer:
         """Up to `count` entries to begin with now; see Reader.read. Nothing else begins beside one that is tried alone."""
         if self._alone():
             self._ended = asyncio.Event()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), block_s)
+            await within(block_s, self._ended)
             return []
         ready = await self._trial(count)
         if len(ready) >= count or self._alone():
@@ -360,12 +360,7 @@ async def keep_leases(
 ) -> None:
     """Renew what this reader holds and take over what the dead left, as far as it is `free` to; woken by time or the end."""
     lease_s = context.bus.config.lease_s
-    while not stop.is_set():
-        try:
-            await asyncio.wait_for(stop.wait(), lease_s / 4)
-            return
-        except TimeoutError:
-            pass
+    while not await within(lease_s / 4, stop):
         lost = await reader.renew()
         if lost:
             context.count("leases_lost", len(lost))

@@ -25,6 +25,7 @@ from actors.generation.rollouts.programs import LeftOut, ProgramFailed
 from actors.generation.spec import GenerationSpec
 from actors.runtime.child import PYTHON, Child
 from actors.runtime.context import Context
+from actors.runtime.deadline import within
 from actors.runtime.miles import Decode, MilesSample
 from actors.runtime.prompts import decoder_of
 from actors.runtime.refusals import Row, RunEnds
@@ -219,10 +220,7 @@ class RolloutFunction:
             self.wanted = n - len(some)
             if self.wanted <= 0:
                 break
-            patience_s = PATIENCE_S if some else PARTS_S if free else None
-            try:
-                await asyncio.wait_for(self._news.wait(), patience_s)
-            except TimeoutError:
+            if not await within(PATIENCE_S if some else PARTS_S if free else None, self._news):
                 some = some or free
                 break
         self.wanted = 0
