@@ -22,7 +22,7 @@ import msgspec
 from actors.runtime.contained import contained
 from actors.runtime.content import fault_of, lost_of
 from actors.runtime.context import Context
-from actors.runtime.deadline import within
+from actors.runtime.deadline import followed, within
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
@@ -91,14 +91,9 @@ class Consumer:
     async def leased(self, free: Callable[[], int] = lambda: 64) -> AsyncIterator[None]:
         """The reader open and its leases kept meanwhile; what the dead left is taken over as far as there is room."""
         await self.reader.open()
-        stop = asyncio.Event()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(keep_leases(self._context, self.reader, stop, free))
-                try:
-                    yield
-                finally:
-                    stop.set()
+            async with followed(lambda stop: keep_leases(self._context, self.reader, stop, free)):
+                yield
         except BaseException as error:
             if isinstance(error, BusFull) or (isinstance(error, BaseExceptionGroup) and error.split(BusFull)[0] is not None):
                 await self._spare()

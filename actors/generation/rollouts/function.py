@@ -25,7 +25,7 @@ from actors.generation.rollouts.programs import LeftOut, ProgramFailed
 from actors.generation.spec import GenerationSpec
 from actors.runtime.child import PYTHON, Child
 from actors.runtime.context import Context
-from actors.runtime.deadline import within
+from actors.runtime.deadline import beside, within
 from actors.runtime.miles import Decode, MilesSample
 from actors.runtime.prompts import decoder_of
 from actors.runtime.refusals import Row, RunEnds
@@ -355,12 +355,8 @@ class RolloutFunction:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             host, port = runner.addresses[0][:2]
             self.url = f"http://{host}:{port}"
-            async with asyncio.TaskGroup() as tasks:
-                process = tasks.create_task(self.run())
-                try:
-                    yield
-                finally:
-                    process.cancel()
+            async with beside(self.run()):
+                yield
         finally:
             await runner.cleanup()
 
