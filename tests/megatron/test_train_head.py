@@ -1,4 +1,4 @@
-"""The vocabulary-parallel head: one rank's numbers and gradients, with the vocabulary on one rank or cut over two."""
+"""The vocabulary-parallel head: the torch backend's numbers and gradients, with the vocabulary on one rank or cut over two."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from actors.trainer.megatron_backend.head import vocab_parallel_head
 from actors.trainer.torch_backend.head import token_head
 from tests.megatron.pool import Pool
 
@@ -25,7 +26,7 @@ def one_share(mixed: bool, chunk: int) -> tuple[torch.Tensor, ...]:
     hidden, weight, targets, warm = inputs(torch.float32, mixed)
     rank = dist.get_rank()
     h, w = hidden.requires_grad_(), weight.chunk(2)[rank].clone().requires_grad_()
-    logp, entropy = token_head(
+    logp, entropy = vocab_parallel_head(
         h, w, targets, warm, dist.group.WORLD, vocab=VOCAB, entropy_gradient=True, chunk_elements=chunk
     )
     (logp @ torch.arange(1.0, 8.0) + 0.3 * entropy.sum()).backward()
@@ -35,7 +36,7 @@ def one_share(mixed: bool, chunk: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("chunk", [1 << 20, 3 * PADDED // 2])
-def test_a_vocabulary_cut_in_two_gives_the_numbers_of_one_rank(pool: Pool, mixed: bool, chunk: int) -> None:
+def test_a_vocabulary_cut_in_two_gives_the_torch_backends_numbers(pool: Pool, mixed: bool, chunk: int) -> None:
     hidden, weight, targets, warm = inputs(torch.float32, mixed)
     h, w = hidden.requires_grad_(), weight[:VOCAB].clone().requires_grad_()
     want, want_entropy = token_head(h, w, targets, warm, entropy_gradient=True)
@@ -58,7 +59,7 @@ def test_gradients_of_one_rank_are_true(chunk: int, entropy_gradient: bool) -> N
     warm = torch.linspace(0.5, 2.0, ROWS, dtype=torch.float64)
 
     def head(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out = token_head(
+        out = vocab_parallel_head(
             h, w, targets, warm, vocab=VOCAB, entropy_gradient=entropy_gradient, chunk_elements=chunk
         )
         return out if entropy_gradient else out[:1]

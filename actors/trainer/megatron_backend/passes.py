@@ -21,6 +21,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from actors.trainer.megatron_backend.balance import Balance
+from actors.trainer.megatron_backend.head import vocab_parallel_head
 from actors.trainer.megatron_backend.packing import Stream
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.replay import Replay
@@ -61,10 +62,16 @@ class HeadOf:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self._tp)
         rows = hidden[:, 0].index_select(0, micro.rows)
         whole: Any = layer.weight if weight is None else weight
-        logp, entropy = token_head(
-            rows, whole, micro.targets, micro.temperature, self._tp, vocab=self._vocab, cap=self._cap,
-            entropy_gradient=self.entropy_gradient,
-        )  # fmt: skip
+        if self._tp.size() == 1 and not self._cap:  # the torch backend's, with its kernels
+            real = whole if whole.shape[0] == self._vocab else whole[: self._vocab]
+            logp, entropy = token_head(
+                rows, real, micro.targets, micro.temperature, entropy_gradient=self.entropy_gradient
+            )
+        else:
+            logp, entropy = vocab_parallel_head(
+                rows, whole, micro.targets, micro.temperature, self._tp, vocab=self._vocab, cap=self._cap,
+                entropy_gradient=self.entropy_gradient,
+            )  # fmt: skip
         # [R, 1, 2]: the model turns it to [1, R, 2], as it would logits.
         return torch.stack((logp, entropy), -1)[:, None], None
 

@@ -1,9 +1,8 @@
-"""From hidden states to log-probs of the sampled tokens, without keeping [tokens, vocabulary] in float32, and where each
-tensor-parallel rank holds a part of the vocabulary (Megatron) without gathering it.
+"""From hidden states to log-probs of the sampled tokens, without keeping [tokens, vocabulary] in float32.
 
-The forward goes over rows in chunks and keeps a few numbers per row, which two collectives of a few bytes a row join over ranks;
-the backward makes each chunk's logits again. Where all rows fit into KEEP_ELEMENTS (small vocabularies), the log-probabilities are
-kept and nothing is computed twice. The gradient is written out, with z = logits / temperature and p = softmax(z):
+The forward goes over rows in chunks and keeps a few numbers per row; the backward makes each chunk's logits again. Where all
+rows fit into KEEP_ELEMENTS (small vocabularies), the log-probabilities are kept and nothing is computed twice.
+Same values as log_softmax of whole logits; the gradient is written out, with z = logits / temperature:
     d logp / d z_j = 1[j = target] - p_j,    d H / d z_j = -p_j (log p_j + H).
 In half precision on a GPU a chunk of logits is never widened: Triton kernels read it once forward (keeping each row's log-sum-exp)
 and turn it into its gradient in place backward.
@@ -16,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 KEEP_ELEMENTS = 1 << 23
@@ -35,68 +33,48 @@ def token_head(
     weight: Tensor,
     targets: Tensor,
     temperature: float | Tensor,
-    group: dist.ProcessGroup | None = None,
     *,
-    vocab: int | None = None,
-    cap: float = 0.0,
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
     keep_elements: int = KEEP_ELEMENTS,
     fused: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy of its distribution), float32 or wider [R], the same on every rank of `group`.
+    """(log-prob of each target, entropy of its distribution), float32 or wider [R].
 
-    hidden [R, D] whole on every rank, weight [V / ranks, D] this rank's rows of one float type, targets int64 [R] over the whole
-    vocabulary, temperature > 0 as one value or float32 [R]. `vocab`: tokens of the model; rows behind them are padding and take no
-    part (None: there are none). `cap`: logits are cap * tanh(logit / cap) before the temperature; 0: as they are. The entropy
-    carries gradient only if asked to. With several ranks the gradient of `hidden` is this rank's share, to be summed over `group`
-    by the caller. `fused`: by kernels, where there are any.
+    hidden [R, D], weight [V, D] of one float type, targets int64 [R], temperature > 0 as one value or float32 [R].
+    The entropy carries gradient only if asked to. `fused`: by kernels, where there are any.
     """
-    rows, parted = hidden.shape[0], group is not None and group.size() > 1
-    first = group.rank() * weight.shape[0] if group is not None else 0
-    real = weight.shape[0] if vocab is None else min(max(vocab - first, 0), weight.shape[0])
-    half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
-    if fused and half and not (parted or cap) and _kernels() is not None:
+    if fused and hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and _kernels() is not None:
+        rows, vocab = hidden.shape[0], weight.shape[0]
         warm = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(rows).contiguous()
-        keep = torch.is_grad_enabled() and rows * real * hidden.element_size() <= _free_bytes(hidden.device) * KEEP_SHARE
-        whole = weight if real == weight.shape[0] else weight[:real]
+        keep = torch.is_grad_enabled() and rows * vocab * hidden.element_size() <= _free_bytes(hidden.device) * KEEP_SHARE
         values: tuple[Tensor, Tensor] = _FusedHead.apply(
-            hidden, whole, targets, warm, entropy_gradient, max(1, FUSED_CHUNK_ELEMENTS // real), keep
+            hidden, weight, targets, warm, entropy_gradient, max(1, FUSED_CHUNK_ELEMENTS // vocab), keep
         )
         return values
-    chunk = max(1, chunk_elements // max(1, weight.shape[0]))
-    keep = not cap and rows <= chunk and rows * real <= keep_elements
-    shape = real, chunk, keep, cap, entropy_gradient
-    logp, entropy = _Head.apply(hidden, weight, targets - first, temperature, group if parted else None, shape)
+    chunk = max(1, chunk_elements // weight.shape[0])
+    keep = hidden.shape[0] <= chunk and hidden.shape[0] * weight.shape[0] <= keep_elements
+    logp, entropy = _TokenHead.apply(hidden, weight, targets, temperature, chunk, keep, entropy_gradient)
     return logp, entropy
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float | Tensor, cap: float) -> Tensor:
+def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float | Tensor) -> Tensor:
     """float32 or wider [R, V]."""
     z = hidden @ weight.T
     z = z if z.dtype in (torch.float32, torch.float64) else z.float()
-    if cap:
-        z = z.div_(cap).tanh_().mul_(cap)
     if isinstance(temperature, Tensor):
-        return z.div_(temperature[:, None])
-    return z if temperature == 1.0 else z.div_(temperature)
+        z = z / temperature[:, None]
+    elif temperature != 1.0:
+        z = z / temperature
+    return torch.log_softmax(z, -1)
 
 
-def _rows_of(x: float | Tensor, part: slice) -> float | Tensor:
+def rows_of(x: float | Tensor, part: slice) -> float | Tensor:
     """What one value for all rows, or one for each, is for these."""
     return x[part] if isinstance(x, Tensor) else x
 
 
-def _here(targets: Tensor, real: int) -> tuple[Tensor, Tensor]:
-    """(whether this rank holds each target, its place here or 0)."""
-    held = (targets >= 0) & (targets < real)
-    return held, torch.where(held, targets, 0)
-
-
-class _Head(torch.autograd.Function):
-    """`shape`: rows of `weight` that are tokens, rows of `hidden` in a chunk, whether log-probabilities of the one chunk are kept,
-    cap, whether entropy has a gradient."""
-
+class _TokenHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -104,70 +82,48 @@ class _Head(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: float | Tensor,
-        group: dist.ProcessGroup | None,
-        shape: tuple[int, int, bool, float, bool],
+        chunk: int,
+        keep: bool,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        real, chunk, keep, cap, entropy_gradient = shape
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        n, z = hidden.shape[0], None
-        top = torch.full((n,), -torch.inf, dtype=wide, device=hidden.device)
-        # Sum of exp(z - top), the same weighted with z, logit of the target.
-        sums = torch.zeros(3, n, dtype=wide, device=hidden.device)
-        for first in range(0, n if real else 0, chunk):
+        logp = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        entropy = torch.empty_like(logp)
+        kept = []
+        for first in range(0, hidden.shape[0], chunk):
             part = slice(first, first + chunk)
-            z = _logits(hidden[part], weight[:real], _rows_of(temperature, part), cap)
-            held, place = _here(targets[part], real)
-            top[part] = z.amax(1)
-            sums[2, part] = torch.where(held, z.gather(1, place[:, None]).squeeze(1), 0.0)
-            p = (z - top[part, None]).exp_()
-            sums[0, part] = p.sum(1)
-            sums[1, part] = p.mul_(z).sum(1)
-        if group is not None:
-            here = top.clone()
-            dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            sums[:2] *= (here - top).exp_()  # a rank of padding alone has -inf and counts nothing
-            dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
-        lse = top + sums[0].log()
-        entropy = lse - sums[1] / sums[0]
-        kept = [z.sub_(lse[:, None])] if keep and z is not None else []
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy, *kept)
-        ctx.temperature, ctx.shape = temperature, shape
+            log_p = _log_softmax(hidden[part], weight, rows_of(temperature, part))
+            logp[part] = log_p.gather(1, targets[part, None]).squeeze(1)
+            entropy[part] = -(log_p.exp() * log_p).sum(1)
+            if keep:
+                kept.append(log_p)
+        ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
+        ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        return sums[2] - lse, entropy
+        return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse, entropy, *kept = ctx.saved_tensors
-        real, chunk, _, cap, entropy_gradient = ctx.shape
+        hidden, weight, targets, entropy, *kept = ctx.saved_tensors
         # Chunks add up in float32: a bf16 sum of many chunks would lose the small ones.
         wide = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
-        for first in range(0, hidden.shape[0] if real else 0, chunk):
-            part = slice(first, first + chunk)
-            warm, slope = _rows_of(ctx.temperature, part), None
-            if kept:
-                log_p = kept[0].clone()
-            else:
-                z = _logits(hidden[part], weight[:real], warm, cap)
-                if cap:  # d tanh(x) = 1 - tanh(x) ^ 2, and z is cap * tanh / temperature
-                    slope = 1 - (z * (warm[:, None] if isinstance(warm, Tensor) else warm) / cap) ** 2
-                log_p = z.sub_(lse[part, None])
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)
+        for first in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(first, first + ctx.chunk)
+            warm = rows_of(ctx.temperature, part)
+            log_p = kept[0] if kept else _log_softmax(hidden[part], weight, warm)
             g = grads[0][part, None]
-            scale = g + (log_p + entropy[part, None]) * grads[1][part, None] if entropy_gradient else g
-            d = log_p.exp_().mul_(scale).neg_()
-            held, place = _here(targets[part], real)
-            d.scatter_add_(1, place[:, None], torch.where(held[:, None], g, 0.0))
+            d = -log_p.exp() * (g + (log_p + entropy[part, None]) * grads[1][part, None] if ctx.entropy_gradient else g)
+            d.scatter_add_(1, targets[part, None], g)
             if isinstance(warm, Tensor):
                 d /= warm[:, None]
             elif warm != 1.0:
                 d /= warm
-            if slope is not None:
-                d *= slope
             d = d.to(hidden.dtype)
-            grad_hidden[part] = d @ weight[:real]
-            grad_weight[:real] += d.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            grad_hidden[part] = d @ weight
+            grad_weight += d.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 @cache
