@@ -22,9 +22,7 @@ sys.path.insert(0, str(REPO))
 import aiohttp  # noqa: E402
 import msgspec  # noqa: E402
 
-from actors.generation.boot_failures import Launch  # noqa: E402
 from actors.generation.process import EngineProcess  # noqa: E402
-from actors.generation.sglang_args import default_command, server_args  # noqa: E402
 from actors.generation.sglang_server import SGLangServer  # noqa: E402
 from actors.generation.spec import GenerationSpec  # noqa: E402
 from actors.runtime.child import ArgValue, Child, free_port  # noqa: E402
@@ -135,15 +133,13 @@ async def server(
 
     engine: SGLangServer | EngineProcess
     if kind == "embedded":
-        engine = EngineProcess(
-            model_path=str(model), folder=folder, threads=1, max_running=max_running, boot_deadline_s=60.0
-        )
+        engine = EngineProcess(GenerationSpec(model_path=str(model), max_running=max_running, boot_deadline_s=60.0), folder)
     else:
-        launch = Launch(server_args(tp_size=max(1, len(gpus)), max_running=max_running, seed=1, given=args), {})
-        engine = SGLangServer(
-            model_path=str(model), folder=folder, launch=launch, given=frozenset(args), command=default_command(),
-            gpus=gpus, boot_deadline_s=400.0, report=report,
+        spec = GenerationSpec(
+            model_path=str(model), max_running=max_running, tp_size=max(1, len(gpus)), gpus=tuple(gpus), seed=1, server_args=args,
+            boot_deadline_s=400.0,
         )  # fmt: skip
+        engine = SGLangServer(spec, folder, report)
     began = time.monotonic()
     url = await engine.start()
     facts |= {"boot_s": round(time.monotonic() - began, 2), "note": engine.note, "pid": engine.pid}

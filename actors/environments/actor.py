@@ -19,6 +19,7 @@ import msgspec
 from actors.environments.host import Died, Failed, Host
 from actors.runtime.consume import Consumer
 from actors.runtime.context import Context
+from actors.runtime.deadline import beside
 from bus import Commit, Entry, Out
 from bus.messages.environments import EnvironmentAnswer, EnvironmentCall
 from bus.topology import ENV_ANSWERS, ENV_CALLS
@@ -72,12 +73,8 @@ class Environments:
     async def run(self) -> None:
         """Until draining."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                sweeping = tasks.create_task(self._sweep())
-                try:
-                    await self._consumer.run(self._handle)
-                finally:
-                    sweeping.cancel()
+            async with beside(self._sweep()):
+                await self._consumer.run(self._handle)
         finally:
             await asyncio.gather(*(kept.host.close() for kept in self._kept.values()))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import resource
 import sys
 from typing import Any, BinaryIO, cast
@@ -17,8 +16,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from actors.runtime import sandbox_child
-from actors.runtime.contained import lose_prints
-from actors.runtime.hooks import awaited, load_hook
+from actors.runtime.hooks import awaited, framed, load_hook, own_pipes, read_frame
 from actors.runtime.whole import said
 
 MEMORY_BYTES = 2 << 30
@@ -34,12 +32,7 @@ def confine() -> None:
 
 def serve(path: str, confined: bool) -> None:
     """Until stdin ends."""
-    orders, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # a program that the environment starts would read our orders
-    os.close(nothing)
-    os.dup2(2, 1)
-    lose_prints()
+    orders, answers = own_pipes()
     loop = asyncio.new_event_loop()  # before the limits: it opens a pair of sockets
     kind: Any = None
     refusal, environment = "", cast(Any, None)  # before `begin`, `step` fails and says so
@@ -50,8 +43,8 @@ def serve(path: str, confined: bool) -> None:
     except BaseException as error:  # noqa: BLE001 - the user's module runs while it is imported
         refusal = said(error)
     _say(answers, not refusal, refusal)
-    while len(head := orders.read(4)) == 4:
-        verb, argument = msgspec.msgpack.decode(orders.read(int.from_bytes(head, "little")))
+    while (order := read_frame(orders)) is not None:
+        verb, argument = msgspec.msgpack.decode(order)
         try:
             if verb == "begin":
                 environment = kind()
@@ -65,8 +58,7 @@ def serve(path: str, confined: bool) -> None:
 
 
 def _say(answers: BinaryIO, worked: bool, value: Any) -> None:
-    body = msgspec.msgpack.encode([worked, value])
-    answers.write(len(body).to_bytes(4, "little") + body)
+    answers.write(framed(msgspec.msgpack.encode([worked, value])))
     answers.flush()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from actors.runtime.child import PYTHON, adopt_orphans, die_with_parent, last_line
+from actors.runtime.hooks import framed
 from actors.runtime.leftovers import MARK, end_below, end_marked, new_mark
 
 BOOT_S = 120.0
@@ -57,9 +58,8 @@ class Host:
 
     async def ask(self, verb: str, argument: bytes, deadline_s: float) -> bytes:
         """What it gave, msgpack. Raises Died, Failed."""
-        body = msgspec.msgpack.encode([verb, msgspec.Raw(argument)])
         assert self._process.stdin is not None
-        self._process.stdin.write(len(body).to_bytes(4, "little") + body)
+        self._process.stdin.write(framed(msgspec.msgpack.encode([verb, msgspec.Raw(argument)])))
         return await self._answer(verb, deadline_s)
 
     async def _answer(self, verb: str, deadline_s: float) -> bytes:

@@ -109,9 +109,7 @@ class Evaluator:
             self._given_up = self._done_step = issued.step
             text = f"that of step {issued.step} was under way with other data sets or settings: it is given up, the next one counts"
             await context.event("evaluation", text, level="warning", step=issued.step)
-        tail = Tail(bus, [ACTIVE, POLICY])
-        await tail.open()
-        try:
+        async with Tail(bus, [ACTIVE, POLICY]) as tail:
             while not context.draining.is_set():
                 with context.waiting("a version to measure, or scores"):
                     news = await tail.read(0.5)
@@ -119,8 +117,6 @@ class Evaluator:
                 await self._act()
                 if self._over():
                     context.draining.set()
-        finally:
-            await tail.close()
 
     def _hear(self, entry: Entry, message: object) -> None:
         match message:

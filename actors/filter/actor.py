@@ -14,6 +14,7 @@ it, passes none of them by.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from actors.filter.judges import JUDGES, Judge, Member, judge, kept_reason
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.contained import named
 from actors.runtime.context import Context
+from actors.runtime.deadline import followed
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.hooks import copies, load_hook
 from actors.runtime.logs import fold_log
@@ -88,18 +90,8 @@ class Filter:
     async def run(self) -> None:
         """Until draining."""
         self._reasons |= (await read_accounts(self._context.bus)).dropped.keys()
-        tail = Tail(self._context.bus, [POLICY], start="$")
-        await tail.open()
-        stop = asyncio.Event()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._follow(tail, stop))
-                try:
-                    await self._consumer.run(self.handle)
-                finally:
-                    stop.set()
-        finally:
-            await tail.close()
+        async with Tail(self._context.bus, [POLICY], start="$") as tail, followed(partial(self._follow, tail)):
+            await self._consumer.run(self.handle)
 
     # -- turns --------------------------------------------------------------------------------------------------
 

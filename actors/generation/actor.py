@@ -20,6 +20,7 @@ import msgspec
 from actors.generation.engine import EngineUnavailable, RequestRefused
 from actors.generation.given import given_response
 from actors.generation.leasing import LEASED, Leases
+from actors.generation.opening import open_link
 from actors.generation.pace import Pace
 from actors.generation.pictures import Pictures
 from actors.generation.rollouts.live import Live
@@ -29,12 +30,13 @@ from actors.generation.rollouts.session import Program
 from actors.generation.rollouts.world import Worlds
 from actors.generation.sample import Running, start
 from actors.generation.sharing import TURN, Sharing
-from actors.generation.spec import GenerationSpec, open_link
+from actors.generation.spec import GenerationSpec
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.child import Child
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.content import lost_of
 from actors.runtime.context import Context
+from actors.runtime.deadline import within
 from actors.runtime.logs import fold_log
 from actors.runtime.loop import collect_seldom
 from actors.runtime.prompts import decoder_of, routed_shape, vocabulary_of
@@ -211,10 +213,7 @@ class Worker:
 
     async def _until_changed(self) -> None:
         """A second at most, since servers die without a word."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), 1.0)
-        except TimeoutError:
-            return
+        await within(1.0, self._changed)
 
     # -- samples ------------------------------------------------------------------------------------------------
 

@@ -1,19 +1,18 @@
-"""The inference engine as the generation room sees it: values that cross the border, the Engine protocol, its two
-failures.
+"""The inference engine as the generation room sees it: values that cross the border, and its two failures. What it is asked:
+sglang_client.py.
 
 Always true: a Chunk holds tokens of one policy version only, and the version is the one the engine stated for them.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from actors.runtime.prompts import RoutedShape
 from bus.errors import Poison, Transient
 from bus.messages.samples import Routed
-from bus.messages.weights import Bucket, TensorMeta
 
 PauseMode = Literal["abort", "retract", "in_place"]
 Finish = Literal["stop", "length", "abort"]
@@ -111,114 +110,3 @@ class EngineLoad:
     """Share of the room for keys and values that requests hold, 0 to 1."""
     max_running: int | None = None
     """Requests that it runs at once at most."""
-
-
-class Engine(Protocol):
-    """Every method raises EngineUnavailable or RequestRefused, and waits at most a deadline the adapter was given."""
-
-    counts_when_receiving: bool
-    """Whether `receive` can be asked to count, as `info` told."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks until the sample ends. Closing the iterator early ends the request on the engine."""
-        ...
-
-    async def abort(self, rid: str) -> None:
-        """Requests of this name sent from here end with what they have (finish "abort"). An unknown id is not an error."""
-        ...
-
-    async def abort_all(self) -> None:
-        """Requests of everyone on this engine end with what was handed out; paused ones at once."""
-        ...
-
-    async def end_running(self, patience_s: float) -> None:
-        """As `abort_all` if requests from here are on their way, and wait until these have ended, not longer than this."""
-        ...
-
-    async def pause(self, mode: PauseMode) -> None:
-        """No token is made until `resume`. retract: running requests are computed anew afterwards; in_place: they keep
-        their keys and values; abort: they end."""
-        ...
-
-    async def resume(self) -> None: ...
-
-    async def pause_counted(self, version: str) -> int | None:
-        """Pause in place and count the tokens of each request: those were made by `version` or before it, whatever the chunk says
-        that brings them. How many requests there are; None, and nothing is paused, where the engine cannot tell."""
-        ...
-
-    def count_as_older(self, version: str) -> bool:
-        """Of an engine paused in place that cannot count: tokens of requests under way, in chunks that may hold some of `version`
-        and some of the next, count as made by `version`: staleness is over-, never understated. False where that cannot be
-        told, and their requests must end."""
-        ...
-
-    async def flush(self) -> bool:
-        """Empty the prefix cache; False if the engine declined because requests are at work or queued."""
-        ...
-
-    async def release_memory(self, tags: Sequence[str] = ()) -> None:
-        """Give memory back for another user: tags weights, kv_cache, cuda_graph; none means all. Only while paused, with all
-        requests aborted: RequestRefused, with nothing given back, while any is at work. What weights
-        hold afterwards is the engine's choice (SGLang keeps them with --enable-weights-cpu-backup only)."""
-        ...
-
-    async def resume_memory(self, tags: Sequence[str] = ()) -> None:
-        """Take it again. Weights must be back before they are updated, all of it before a token is made."""
-        ...
-
-    async def update_weights_from_disk(self, path: str, version: str) -> None:
-        """Load safetensors from a directory the engine can read. Refused (RequestRefused) without any change if they do
-        not fit; call it between `pause` and `resume`."""
-        ...
-
-    async def update_weights_from_tensor(
-        self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()
-    ) -> None:
-        """Load one flat bucket that the trainer exported, one handle per tensor-parallel rank; paused engines only. `quick`:
-        handles for an engine that said in `info` that it runs our loader."""
-        ...
-
-    async def init_weights_update_group(
-        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
-    ) -> None:
-        """Join a broadcast group; waits for all its members."""
-        ...
-
-    async def update_weights_from_distributed(
-        self, tensors: Sequence[TensorMeta], group: str, version: str | None
-    ) -> None:
-        """Receive one flat bucket from rank 0 of a group and load it; paused engines only."""
-        ...
-
-    async def receive(self, buckets: Sequence[Bucket], group: str, version: str, before: str | None = None) -> bool:
-        """The same for all buckets of a version, in the engine's own process; False, and nothing was received, where that
-        cannot be done. `before`: the version that made the tokens so far, of an engine paused in place whose requests stay;
-        counts them as `pause_counted` does, in the same call."""
-        ...
-
-    async def destroy_weights_update_group(self, group: str) -> None:
-        """Leave a group; one that is gone is not an error."""
-        ...
-
-    async def weights_checksum(self) -> Mapping[str, Any]:
-        """The engine's own checksum of each of its tensors, by its names; equal weights give equal ones."""
-        ...
-
-    async def set_version(self, version: str) -> None:
-        """Name the weights now served; running requests go on."""
-        ...
-
-    async def health(self) -> EngineHealth:
-        """Never waits for a sample to end."""
-        ...
-
-    async def load(self) -> EngineLoad:
-        """How full it is. Cheap: may be asked every second."""
-        ...
-
-    async def info(self) -> Mapping[str, Any]:
-        """The engine's own description of itself (server arguments, state); keys differ between engines."""
-        ...
-
-    async def close(self) -> None: ...

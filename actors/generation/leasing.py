@@ -21,6 +21,7 @@ from actors.generation.sharing import Sharing
 from actors.generation.standing import NO_TOKENS, Standing
 from actors.runtime.consume import Consumer
 from actors.runtime.context import Context
+from actors.runtime.deadline import within
 from actors.runtime.logs import fold_log
 from bus import Entry, Stream
 from bus.ledger import EVAL_GROUPS
@@ -88,10 +89,7 @@ class Leases:
             if free <= 0:
                 self._slot = asyncio.Event()
                 with context.waiting("a current version" if self._link.serving is None else "a free slot"):
-                    try:
-                        await asyncio.wait_for(self._slot.wait(), 0.1)
-                    except TimeoutError:
-                        pass
+                    await within(0.1, self._slot)
                 continue
             for entry in await self._read(min(free, MOST)):
                 context.in_flight += 1
@@ -169,10 +167,7 @@ class Leases:
 
     async def _moved(self, at_most_s: float) -> None:
         """A second at most, since servers die without a word."""
-        try:
-            await asyncio.wait_for(self._news.wait(), min(at_most_s, 1.0))
-        except TimeoutError:
-            return
+        await within(min(at_most_s, 1.0), self._news)
 
     async def admit(self, running: Running) -> ParkReason | None:
         """Waits until the sample may go on here (None), woken by `wake`; or why it must be parked: after `hold_s`, or at once

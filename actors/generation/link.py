@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -31,13 +30,16 @@ from actors.generation.activation import (
     check_manifest,
 )
 from actors.generation.attach import Attached, check_routed, check_served, describe
-from actors.generation.engine import BootRefused, Engine, EngineUnavailable, RequestRefused
+from actors.generation.engine import BootRefused, EngineUnavailable, RequestRefused
 from actors.generation.pausing import pause, pause_to_count
-from actors.generation.process import EngineServer
+from actors.generation.process import EngineProcess
 from actors.generation.routed import RoutedEngine
+from actors.generation.sglang_client import SGLangClient
+from actors.generation.sglang_server import SGLangServer
+from actors.generation.spec import GenerationSpec
 from actors.generation.supply import Supply
 from actors.runtime.context import Context
-from actors.runtime.deadline import deadline
+from actors.runtime.deadline import deadline, within
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.fetch import FetchFailed
 from actors.runtime.host import shared_memory_name
@@ -75,28 +77,18 @@ class EngineLink:
     def __init__(
         self,
         context: Context,
-        connect: Callable[[str, Path | None], Engine],
+        spec: GenerationSpec,
+        connect: Callable[[str, Path | None], SGLangClient],
         *,
-        process: EngineServer | None,
-        url: str = "",
-        model_path: str = "",
-        control_deadline_s: float = 60.0,
-        verify_checksum: bool = True,
-        check_equal: bool = False,
-        inside: Path | None = None,
+        process: EngineProcess | SGLangServer | None = None,
         supply: Supply | None = None,
-        tells_experts: bool = False,
     ) -> None:
         self._context = context
-        self._supply, self._tells_experts = supply, tells_experts
+        self._spec = spec
         self._connect = connect
+        self._supply = supply
         self.process = process
-        self._url = url
-        self._model_path = model_path
-        self.control_deadline_s = control_deadline_s
-        self._verify = verify_checksum
-        self._check_equal = check_equal
-        self._inside = inside  # of a server that is not ours: see EngineServer
+        self.control_deadline_s = spec.control_deadline_s
         self._failures = 0
         self._loader = Loader(context.name)
         self._files: WeightManifest | None = None  # whole files that were loaded last, with nothing else after them
@@ -106,7 +98,7 @@ class EngineLink:
         self._since = context.clock.monotonic()  # in this state
         self._open = asyncio.Event()
         self._open.set()
-        self.engine: Engine | None = None
+        self.engine: SGLangClient | None = None
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
         self.released: tuple[str, ...] = ()  # memory that the engine, paused, has given back (sharing.py)
@@ -158,14 +150,15 @@ class EngineLink:
                 if self.engine is not None:
                     await self.engine.close()
                     self.engine = None
-                url = await self.process.start() if self.process is not None else self._url
-                self.engine = self._connect(url, self._inside if self.process is None else self.process.inside)
+                url = await self.process.start() if self.process is not None else self._spec.engine_url
+                inside = Path(self._spec.inside) if self._spec.inside else None  # of a server that is not ours
+                self.engine = self._connect(url, inside if self.process is None else self.process.inside)
                 async with deadline(self.control_deadline_s, f"health of the engine at {url}"):
                     health = await self.engine.health()
                     info = await self.engine.info()
                 own = self.process is not None
-                self.kind = describe(info) if own else check_served(url, info, health.model_path, self._model_path)
-                check_routed(url, info, wanted=self._tells_experts)
+                self.kind = describe(info) if own else check_served(url, info, health.model_path, self._spec.model_path)
+                check_routed(url, info, wanted=self._spec.routed)
                 self.released = ()
                 self._loader.forget()
                 self.enter(State.READY)
@@ -179,8 +172,7 @@ class EngineLink:
                 self._failures += 1
                 pause_s = min(30.0, 0.5 * 2 ** min(self._failures, 6))
                 await context.event("engine boot failed", f"{error}; next try in {pause_s:g} s", level="error")
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(context.draining.wait(), pause_s)
+                await within(pause_s, context.draining)
 
     async def activate(self, order: Activate, given_up: Callable[[], bool] = lambda: False) -> None:
         """Wait for the trainer if it sends the weights, then pause, load, resume. The engine holds the old weights or the new
@@ -244,7 +236,7 @@ class EngineLink:
             manifest = await self._fetch(order, given_up)
             if self.state is not State.WAITING:
                 return
-        if self._verify and plan is None:
+        if self._spec.verify_checksum and plan is None:
             await asyncio.to_thread(check_manifest, manifest)
         if plan is not None and not await self._meet_trainer(engine, order, plan, given_up):
             return
@@ -268,7 +260,7 @@ class EngineLink:
                     assert before is not None
                     engine.count_as_older(str(before.id))
                     await self._loader.load(engine, manifest, plan, label)
-                if self._check_equal:
+                if self._spec.check_equal:
                     compared = await self._loader.compare(engine, plan, label)
                 self.salt = label
                 if self.released:  # keys and values only now: the trainer's copy of the weights may lie beside until here
@@ -329,7 +321,7 @@ class EngineLink:
             await self._context.event("not compared", compared.unable, level="warning", version=order.version.id)
 
     async def _meet_trainer(
-        self, engine: Engine, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
+        self, engine: SGLangClient, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
     ) -> bool:
         """Be in the group, say so, and wait until the trainer sends; the engine goes on with the old weights meanwhile."""
         self.enter(State.WAITING)
@@ -375,7 +367,7 @@ class EngineLink:
         elif isinstance(self.engine, RoutedEngine) and not self._context.draining.is_set() and (news := await self.engine.renew()):
             await self._context.event("router", news, level="info" if self.engine.routed else "warning")
 
-    async def fail(self, error: BaseException, of: Engine | None = None) -> None:
+    async def fail(self, error: BaseException, of: SGLangClient | None = None) -> None:
         """Declare the engine stalled; whoever watches `broken` boots it again. `of`: the engine that failed; news of one
         that has been replaced since changes nothing."""
         if self.state is not State.BROKEN and of in (None, self.engine):

@@ -15,6 +15,7 @@ from actors.generation.lane import lane_of
 from actors.generation.link import EngineLink
 from actors.generation.slots import LOOK_S, Limits, Look, Slots
 from actors.runtime.context import Context
+from actors.runtime.deadline import within
 from bus import Entry, Reader
 from bus.knobs.live import KnobValues
 from bus.messages.active import PolicyActive
@@ -115,10 +116,7 @@ class Pace:
             elif here and (load := await self._load()) is not None:
                 await self._look(knobs, load)
             self._context.slots = self.slots
-            try:
-                await asyncio.wait_for(stop.wait(), LOOK_S)
-            except TimeoutError:
-                continue
+            await within(LOOK_S, stop)
 
     async def _load(self) -> EngineLoad | None:
         """The engine's, shown in vitals; None where it does not answer."""

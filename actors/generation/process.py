@@ -1,13 +1,13 @@
-"""Engine servers that a worker starts: what all kinds share, and the embedded one, which chooses its port itself."""
+"""The embedded engine as a child of its worker: a server that chooses its port itself."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from pathlib import Path
-from typing import Protocol
 
 from actors.generation.engine import BootRefused, EngineUnavailable
+from actors.generation.spec import GenerationSpec
 from actors.runtime.child import PYTHON, Child, last_line
 from actors.runtime.deadline import deadline
 from bus.errors import DeadlineExceeded
@@ -16,51 +16,17 @@ from bus.private import write_secret
 EMBEDDED = (*PYTHON, "actors.generation.embedded")
 
 
-class EngineServer(Protocol):
-    """A server this worker starts. `start` may be called again after `stop` or after the child died."""
-
-    note: str
-    """How it runs otherwise than it was asked to; empty when as asked."""
-    inside: Path | None
-    """Folder of the letters to our function inside the server that runs (inside.py); None where there is none."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    async def start(self) -> str:
-        """Boot and return the base URL once it is ready. EngineUnavailable: try again later; BootRefused: do not."""
-        ...
-
-    async def stop(self) -> None: ...
-
-
 class EngineProcess:
     """One embedded engine. A `spare` is a child that already loads its libraries: the first boot uses it."""
 
-    def __init__(
-        self,
-        *,
-        model_path: str,
-        folder: Path,
-        threads: int,
-        max_running: int,
-        boot_deadline_s: float,
-        spare: Child | None = None,
-        token: str = "",
-        repeatable: bool = False,
-    ) -> None:
-        self._model_path = model_path
+    def __init__(self, spec: GenerationSpec, folder: Path, spare: Child | None = None) -> None:
+        self._spec = spec
         self._folder = folder
-        self._threads = threads
-        self._max_running = max_running
-        self._boot_deadline_s = boot_deadline_s
         self._child = Child()
         self._spare = spare
-        self._token = token
-        self._repeatable = repeatable
         self.boots = 0
-        self.note = ""
-        self.inside: Path | None = None
+        self.note = ""  # of how it runs otherwise than it was asked to: it never does
+        self.inside: Path | None = None  # it runs no function of ours
 
     @property
     def pid(self) -> int:
@@ -78,14 +44,15 @@ class EngineProcess:
         port_file = self._folder / f"port.{self.boots}"
         port_file.unlink(missing_ok=True)
         log = self._folder / f"engine.{self.boots}.log"
+        spec, repeatable = self._spec, self._spec.server_args.get("enable-deterministic-inference")
         argv = [
-            *("--model-path", self._model_path, "--host", "127.0.0.1", "--port", "0"),
-            *("--port-file", str(port_file), "--threads", str(self._threads)),
-            *("--max-running-requests", str(self._max_running)),
-            *(["--enable-deterministic-inference"] if self._repeatable else []),
+            *("--model-path", spec.model_path, "--host", "127.0.0.1", "--port", "0"),
+            *("--port-file", str(port_file), "--threads", str(spec.threads)),
+            *("--max-running-requests", str(spec.max_running)),
+            *(["--enable-deterministic-inference"] if repeatable else []),
         ]
-        if self._token:  # in a file: a command line is everybody's to read
-            argv += ["--api-key-file", str(write_secret(self._folder / "api-key", self._token))]
+        if spec.token:  # in a file: a command line is everybody's to read
+            argv += ["--api-key-file", str(write_secret(self._folder / "api-key", spec.token))]
         spare, self._spare = self._spare, None
         if spare is not None and spare.alive:
             self._child = spare
@@ -93,7 +60,7 @@ class EngineProcess:
         else:
             await self._child.start([*EMBEDDED, *argv], log)
         try:
-            async with deadline(self._boot_deadline_s, f"boot of the embedded engine (log: {log})"):
+            async with deadline(spec.boot_deadline_s, f"boot of the embedded engine (log: {log})"):
                 while not (port_file.exists() and port_file.read_text().strip()):
                     if not self.alive:
                         raise self._ended(log)

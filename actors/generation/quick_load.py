@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actors.runtime.flat import size_of, views
+from bus.messages.weights import TensorMeta
+
 log = logging.getLogger(__name__)
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Where tensors lie in a flat bucket. `bucket`: its place among the buckets of a version; `tensors`: name, torch type,
-    shape, one after the other."""
+    """Where tensors lie in a flat bucket. `bucket`: its place among the buckets of a version."""
 
     bucket: int
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    tensors: tuple[TensorMeta, ...]
 
 
 @dataclass
@@ -70,7 +72,7 @@ class QuickLoad:
         self._known.pop(layout.bucket, None)  # of a trainer that is gone: its memory goes back with it
         watch = _Copies(flat)
         with watch:
-            model.load_weights(list(views(flat, layout)))
+            model.load_weights(list(views(flat, layout.tensors)))
         if mapped and not watch.other:
             self._known[layout.bucket] = _Known(text, flat, addresses, watch.filled, watch.targets, watch.sources)
         else:
@@ -81,7 +83,7 @@ class QuickLoad:
 
     def receive(self, model: Any, layouts: Sequence[str], group: Any) -> None:
         """One version, bucket by bucket, from rank 0 of a group; on the GPU when this returns."""
-        sizes = [n_bytes_of(msgspec.json.decode(text, type=Layout)) for text in layouts]
+        sizes = [size_of(msgspec.json.decode(text, type=Layout).tensors) for text in layouts]
         device = next(model.parameters()).device
         if self._landing is None or self._landing.numel() < max(sizes):
             self._known.clear()
@@ -115,21 +117,6 @@ def _is_mapped(tensor: Tensor) -> bool:
 
     here = StorageWeakRef(tensor.untyped_storage()).cdata
     return any(ref.cdata == here for ref in shared_cache.values())
-
-
-def n_bytes_of(layout: Layout) -> int:
-    """Bytes of a flat bucket."""
-    return sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape in layout.tensors)
-
-
-def views(flat: Tensor, layout: Layout) -> Iterable[tuple[str, Tensor]]:
-    """The tensors inside a flat bucket."""
-    start = 0
-    for name, dtype_name, shape in layout.tensors:
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        n_bytes = torch.Size(shape).numel() * dtype.itemsize
-        yield name, flat[start : start + n_bytes].view(dtype).view(shape)
-        start += n_bytes
 
 
 class _Copies(TorchDispatchMode):

@@ -1,5 +1,4 @@
-"""Engine over SGLang's HTTP interface: the only client, for real SGLang (0.5.12 and like), its router, and the embedded
-engine.
+"""An inference engine over SGLang's HTTP interface: real SGLang (0.5.12 and like), its router, or the embedded engine.
 
 Owns one connection pool and the names of its requests in flight. Always true: tokens of a request are handed out once,
 in order, whether the server streams cumulative or incremental chunks (each is placed by its `completion_tokens`).
@@ -10,13 +9,14 @@ import itertools
 import struct
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
+from actors.generation.boundary import Boundaries
 from actors.generation.engine import (
     AnswerBroken,
     AnswerRefused,
@@ -34,17 +34,15 @@ from actors.generation.inside_client import Inside
 from actors.generation.routing import read_routed
 from actors.generation.sglang_args import LOADER
 from actors.generation.sglang_calls import Calls, said
-from actors.generation.sglang_wire import body_of, decode_event, load_of, split
+from actors.generation.sglang_wire import body_of, decode_event, load_of
 from actors.runtime.arrays import floats_fit, ints_fit, logprobs_fault, tokens_fault
+from actors.runtime.deadline import within
 from bus.errors import UNREADABLE
 from bus.messages.weights import Bucket, TensorMeta
 
 FLAT = "flattened_bucket"
 DONE = b"[DONE]"
 IDLE_S = 5.0  # an engine's time to end what was aborted
-BOUNDARY_CHUNKS = 2
-"""Chunks that may hold tokens of the version before the one they state: one was on its way as the weights changed, the next brings
-what had been made and not sent."""
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -53,7 +51,7 @@ class GivenUp(Exception):
 
 
 class SGLangClient:
-    """One engine (or router) at `base_url`.
+    """One engine (or router) at `base_url`. Every method raises EngineUnavailable or RequestRefused, within its deadline.
 
     request_deadline_s: a whole `generate`. token_deadline_s: the longest silence within it (queueing, pauses and the
     first token included). control_deadline_s: any other call. inside: folder of the letters to our function in the server.
@@ -81,17 +79,17 @@ class SGLangClient:
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
         self._flying: dict[str, set[str]] = {}
-        self._marks: dict[str, list[tuple[int, str]]] = {}  # request -> (tokens, version that made them or older), rising
-        self._older: dict[str, tuple[str, int]] = {}  # request -> see count_as_older; chunks for which that holds still
+        self._boundaries = Boundaries()
         self._runs_our_loader = False  # as `info` said
         self._inside = Inside(inside, self._calls.post)
         self._draws = draws
-        self.counts_when_receiving = False
+        self.counts_when_receiving = False  # whether `receive` can be asked to count, as `info` told
         self._quiet = asyncio.Event()  # nothing is flying
         self._quiet.set()
         self._closed = False
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks until the sample ends. Closing the iterator early ends the request on the engine."""
         rid = request.rid
         if self._closed:
             raise EngineUnavailable(f"{self.base_url} was given up before request {rid} was sent.")
@@ -119,13 +117,8 @@ class SGLangClient:
                     chunk = self._chunk(payload, request, seen)
                     fresh = len(chunk.token_ids)
                     whole = chunk.finish is not None
-                    if name in self._older and fresh:
-                        self._mark_boundary(name, chunk, seen + fresh)
-                    if name in self._marks:
-                        for part in split(chunk, seen, self._marks[name]):
-                            yield part
-                    elif fresh or whole:
-                        yield chunk
+                    for part in self._boundaries.parted(name, chunk, seen):
+                        yield part
                     if whole:
                         return
                     if fresh:  # bytes alone are no progress
@@ -147,8 +140,7 @@ class SGLangClient:
                 else:  # the engine aborts a request whose connection closes
                     line.close()
             names.discard(name)
-            self._marks.pop(name, None)
-            self._older.pop(name, None)
+            self._boundaries.forget(name)
             if not names:
                 self._flying.pop(rid, None)
             if not self._flying:
@@ -189,9 +181,7 @@ class SGLangClient:
                 self._calls.raise_status(reason.status_code, reason.message or "", f"request {rid}")
             finish = _FINISH.get(reason.type)
             if finish is None:
-                raise AnswerBroken(
-                    f"{self.base_url} ended request {rid} with unknown finish reason {reason.type!r}."
-                )
+                raise AnswerBroken(f"{self.base_url} ended request {rid} with unknown finish reason {reason.type!r}.")
         if request.images and meta.prompt_tokens not in (None, len(request.input_ids)):
             raise AnswerRefused(
                 f"{self.base_url} read {meta.prompt_tokens} tokens where request {rid} has {len(request.input_ids)}: it lays its "
@@ -228,6 +218,7 @@ class SGLangClient:
         return tuple(self._flying.get(rid, ()))
 
     async def abort(self, rid: str) -> None:
+        """Requests of this id sent from here end with what they have (finish "abort"). An unknown id is not an error."""
         for name in self.flying(rid):
             await self.abort_name(name)
 
@@ -236,21 +227,26 @@ class SGLangClient:
         await self._calls.post("/abort_request", {"rid": name})
 
     async def abort_all(self) -> None:
+        """Requests of everyone on this engine end with what was handed out; paused ones at once."""
         await self._calls.post("/abort_request", {"abort_all": True})
 
     async def end_running(self, patience_s: float) -> None:
+        """As `abort_all` if requests from here are on their way, and wait until these have ended, not longer than this."""
         if self._flying:
             await self.abort_all()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._quiet.wait(), patience_s)
+            await within(patience_s, self._quiet)
 
     async def pause(self, mode: PauseMode) -> None:
+        """No token is made until `resume`. retract: running requests are computed anew afterwards; in_place: they keep
+        their keys and values; abort: they end."""
         await self._calls.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         await self._calls.post("/continue_generation", {})
 
     async def pause_counted(self, version: str) -> int | None:
+        """Pause in place and count the tokens of each request: those were made by `version` or before it, whatever the chunk says
+        that brings them. How many requests there are; None, and nothing is paused, where the engine cannot tell."""
         if not self._inside.able:
             return None
         await self.pause("in_place")
@@ -258,52 +254,48 @@ class SGLangClient:
         if counts is None:
             await self.resume()
             return None
-        self._mark(counts, version)
+        self._boundaries.counted(counts, self._all_flying(), version)
         return len(counts)
 
-    def _mark(self, counts: Mapping[str, int], version: str) -> None:
-        for name in itertools.chain.from_iterable(self._flying.values()):
-            if name in counts:
-                self._marks.setdefault(name, []).append((counts[name], version))
+    def _all_flying(self) -> Iterator[str]:
+        return itertools.chain.from_iterable(self._flying.values())
 
     def count_as_older(self, version: str) -> bool:
-        for name in itertools.chain.from_iterable(self._flying.values()):
-            self._older[name] = (self._older.get(name, (version, 0))[0], BOUNDARY_CHUNKS)
+        """Of an engine paused in place that cannot count: tokens of requests under way, in chunks that may hold some of `version`
+        and some of the next, count as made by `version`: staleness is over-, never understated. False where that cannot be
+        told, and their requests must end."""
+        self._boundaries.count_as_older(self._all_flying(), version)
         return True
 
-    def _mark_boundary(self, name: str, chunk: Chunk, end: int) -> None:
-        """All of the request's tokens up to this chunk's `end` are the older version's, if the chunk states a newer one."""
-        version, chunks = self._older[name]
-        if chunk.weight_version == version:
-            return
-        self._marks[name] = [(end, version)]
-        if chunks > 1:
-            self._older[name] = (version, chunks - 1)
-        else:
-            del self._older[name]
-
     async def flush(self) -> bool:
-        status, text = await self._calls.call("POST", "/flush_cache", {})
+        """Empty the prefix cache; False if the engine declined because requests are at work or queued."""
+        return await self._flushed("/flush_cache")
+
+    async def _flushed(self, path: str) -> bool:
+        status, text = await self._calls.call("POST", path, {})
         if status not in (200, 400):
             self._calls.raise_status(status, text, "/flush_cache")
         return status == 200
 
     async def release_memory(self, tags: Sequence[str] = ()) -> None:
+        """Give memory back for another user: tags weights, kv_cache, cuda_graph; none means all. Only while paused, with all
+        requests aborted: RequestRefused, with nothing given back, while any is at work. What weights hold afterwards is the
+        engine's choice (SGLang keeps them with --enable-weights-cpu-backup only)."""
         # SGLang's scheduler ends when it is asked while a request runs or waits, paused or not; a flush asks the same
         # question and is merely declined. Paused requests of other modes than abort would wait in its queue.
-        status, text = await self._calls.call("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
-        if status not in (200, 400):
-            self._calls.raise_status(status, text, "/flush_cache")
-        if status == 400:
+        if not await self._flushed(f"/flush_cache?timeout={IDLE_S:g}"):
             raise RequestRefused(
                 f"{self.base_url} has requests at work and keeps its memory; pause it in abort mode before the release."
             )
         await self._calls.post("/release_memory_occupation", {"tags": list(tags) or None})
 
     async def resume_memory(self, tags: Sequence[str] = ()) -> None:
+        """Take it again. Weights must be back before they are updated, all of it before a token is made."""
         await self._calls.post("/resume_memory_occupation", {"tags": list(tags) or None})
 
     async def update_weights_from_disk(self, path: str, version: str) -> None:
+        """Load safetensors from a directory the engine can read. Refused (RequestRefused) without any change if they do
+        not fit; call it between `pause` and `resume`."""
         # flush_cache would fail an assertion in SGLang's scheduler while requests wait; `flush` asks and can be
         # declined.
         body = {"model_path": path, "weight_version": version, "load_format": "auto", "flush_cache": False}
@@ -312,6 +304,8 @@ class SGLangClient:
     async def update_weights_from_tensor(
         self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()
     ) -> None:
+        """Load one flat bucket that the trainer exported, one handle per tensor-parallel rank; paused engines only. `quick`:
+        handles for an engine that said in `info` that it runs our loader."""
         is_quick = bool(quick) and self._runs_our_loader
         body = {
             "serialized_named_tensors": quick if is_quick else handles,
@@ -324,15 +318,15 @@ class SGLangClient:
     async def init_weights_update_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
     ) -> None:
+        """Join a broadcast group; waits for all its members."""
         body = {
             "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size,
             "group_name": group, "backend": backend,
         }  # fmt: skip
         await self._calls.post("/init_weights_update_group", body)
 
-    async def update_weights_from_distributed(
-        self, tensors: Sequence[TensorMeta], group: str, version: str | None
-    ) -> None:
+    async def update_weights_from_distributed(self, tensors: Sequence[TensorMeta], group: str, version: str | None) -> None:
+        """Receive one flat bucket from rank 0 of a group and load it; paused engines only."""
         body = {
             "names": [t.name for t in tensors],
             "dtypes": [t.dtype for t in tensors],
@@ -345,21 +339,26 @@ class SGLangClient:
         await self._calls.post("/update_weights_from_distributed", body)
 
     async def receive(self, buckets: Sequence[Bucket], group: str, version: str, before: str | None = None) -> bool:
+        """The same for all buckets of a version, in the engine's own process; False, and nothing was received, where that
+        cannot be done. `before`: the version that made the tokens so far, of an engine paused in place whose requests stay;
+        counts them as `pause_counted` does, in the same call."""
         answer = await self._inside.receive(buckets, group, counts=before is not None)
         if answer is None:
             return False
         if before is not None:
-            self._mark(answer.counts, before)
+            self._boundaries.counted(answer.counts, self._all_flying(), before)
         if answer.failed:
             raise RequestRefused(f"{self.base_url} did not receive version {version}: {answer.failed}")
         await self.set_version(version)
         return True
 
     async def destroy_weights_update_group(self, group: str) -> None:
-        with suppress(RequestRefused):  # it is gone already
+        """Leave a group; one that is gone is not an error."""
+        with suppress(RequestRefused):
             await self._calls.post("/destroy_weights_update_group", {"group_name": group})
 
     async def weights_checksum(self) -> Mapping[str, Any]:
+        """The engine's own checksum of each of its tensors, by its names; equal weights give equal ones."""
         if (found := await self._inside.checksums()) is not None:
             return found
         text = await self._calls.ok("POST", "/weights_checker", {"action": "checksum"})
@@ -367,18 +366,22 @@ class SGLangClient:
         return {f"{i}/{name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
     async def set_version(self, version: str) -> None:
+        """Name the weights now served; running requests go on."""
         await self._calls.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def health(self) -> EngineHealth:
+        """Never waits for a sample to end."""
         await self._calls.ok("GET", "/health")
         model = await self._calls.get("/model_info")
         return EngineHealth(weight_version=str(model["weight_version"]), model_path=str(model["model_path"]))
 
     async def load(self) -> EngineLoad:
+        """How full it is. Cheap: may be asked every second."""
         status, text = await self._calls.call("GET", "/v1/loads?include=core")
         return load_of(text) if status == 200 else EngineLoad()  # an SGLang that does not have it
 
     async def info(self) -> Mapping[str, Any]:
+        """The engine's own description of itself (server arguments, state); keys differ between engines."""
         info = await self._calls.get("/server_info")
         self._runs_our_loader = LOADER in (info.get("custom_weight_loader") or ())
         self._inside.hear(info)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +23,10 @@ from actors.generation.boot_record import BootRecord, open_record
 from actors.generation.early_kernels import EarlyKernels
 from actors.generation.engine import BootRefused, EngineUnavailable
 from actors.generation.inside import VARIABLE
+from actors.generation.sglang_args import default_command
 from actors.generation.sglang_calls import bearer
-from actors.runtime.child import Child, command_line, free_port
+from actors.generation.spec import GenerationSpec, sglang_env, sglang_flags
+from actors.runtime.child import Child, command_line, flag_name, free_port
 from bus.errors import UNREADABLE, MilesAsyncError
 from bus.private import write_secret
 
@@ -44,46 +46,24 @@ _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, 
 
 
 class SGLangServer:
-    """One server on the GPUs `gpus` (ids as nvidia-smi counts them; empty = all that this process sees). `maps`: GPUs that it
-    must see beside them, since it maps weights that lie there. `compiling_s`: how long the first sampled tokens may take before
-    that is told. `token`: what it asks of its callers; a configuration file of the user's own (`config` among the flags) says
-    that itself. `alone`: other hosts have no part of it; where they have, no second start is made from here: all parts start
-    anew together, with this worker."""
+    """One server, on the spec's `gpus`. `compiling_s`: how long the first sampled tokens may take before that is told. A
+    configuration file of the user's own (`config` among the flags) says itself what the server asks of its callers. Where other
+    hosts have parts of it no second start is made from here: all parts start anew together, with this worker."""
 
-    def __init__(
-        self,
-        *,
-        model_path: str,
-        folder: Path,
-        launch: Launch,
-        given: frozenset[str],
-        command: Sequence[str],
-        gpus: Sequence[int],
-        boot_deadline_s: float,
-        report: Report,
-        maps: Sequence[int] = (),
-        compiling_s: float = COMPILING_S,
-        token: str = "",
-        alone: bool = True,
-    ) -> None:
-        self._alone = alone
-        self._model_path = model_path
+    def __init__(self, spec: GenerationSpec, folder: Path, report: Report, *, compiling_s: float = COMPILING_S) -> None:
+        self._spec = spec
         self._folder = folder
-        self._launch = launch
-        self._given = given
-        self._command = list(command)
-        self._gpus = list(gpus)
-        self._seen_too = [gpu for gpu in maps if gpu not in gpus]
-        self._boot_deadline_s = boot_deadline_s
         self._report = report
         self._compiling_s = compiling_s
-        self._token = "" if "config" in launch.args else token
+        self._launch = Launch(sglang_flags(spec), sglang_env(spec))
+        self._command = list(spec.server_command or default_command())
+        self._token = "" if "config" in self._launch.args else spec.token
         self._child = Child()
         self._kernels = EarlyKernels()
         self._attempts = len(list(folder.glob("boot.*")))
         self._tried = False
-        self.note = ""
-        self.inside: Path | None = None
+        self.note = ""  # of how it runs otherwise than it was asked to
+        self.inside: Path | None = None  # folder of the letters to our function inside it (inside.py)
 
     @property
     def pid(self) -> int:
@@ -98,7 +78,7 @@ class SGLangServer:
         await self.stop()
         history: list[Failure] = []
         while True:
-            if not self._alone and self._tried:
+            if self._spec.nodes > 1 and self._tried:
                 why = history[-1] if history else "while it served"
                 raise MilesAsyncError(f"the engine on several hosts ended ({why}): all its parts start anew")
             self._tried = True
@@ -110,7 +90,7 @@ class SGLangServer:
                     await self._report("engine degraded", text, "warning")
                 return outcome
             history.append(outcome)
-            answer = next_step(self._launch, history, given=self._given)
+            answer = next_step(self._launch, history, given=frozenset(map(flag_name, self._spec.server_args)))
             if answer.launch is None:
                 raise BootRefused(
                     f"SGLang did not start, {outcome}; {answer.why}. {outcome.remedy} Boot folder: {record.folder}"
@@ -129,7 +109,7 @@ class SGLangServer:
         """One start: the URL, or why not."""
         self._attempts += 1
         port, label = free_port(), f"boot-{uuid.uuid4().hex[:12]}"
-        args = {**self._launch.args, "model-path": self._model_path, "host": "127.0.0.1", "port": port}
+        args = {**self._launch.args, "model-path": self._spec.model_path, "host": "127.0.0.1", "port": port}
         folder = self._folder / f"boot.{self._attempts:03d}"
         if self._token:  # SGLang takes its key as a flag only, which every user of the host could read, or in such a file
             args["config"] = str(folder.absolute() / "api-key.yaml")
@@ -152,7 +132,7 @@ class SGLangServer:
         began = asyncio.get_running_loop().time()
         outcome: str | Failure
         try:
-            async with asyncio.timeout(self._boot_deadline_s):
+            async with asyncio.timeout(self._spec.boot_deadline_s):
                 ended = asyncio.ensure_future(self._child.wait())
                 ready = asyncio.ensure_future(self._until_ready(url, label, record))
                 try:
@@ -212,16 +192,18 @@ class SGLangServer:
 
     def _visible(self) -> dict[str, str]:
         """GPU ids are positions in what this process may see. Its own come first: an engine takes as many as it has ranks."""
-        if not self._gpus:
+        gpus = self._spec.gpus
+        if not gpus:
             return {}
+        wanted = dict.fromkeys((*gpus, *self._spec.maps))
         allowed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         seen = allowed or [str(i) for i in range(len(list(DEVICES.glob("nvidia[0-9]*"))))]
         try:
-            return {"CUDA_VISIBLE_DEVICES": ",".join(seen[gpu] if seen else str(gpu) for gpu in (*self._gpus, *self._seen_too))}
+            return {"CUDA_VISIBLE_DEVICES": ",".join(seen[gpu] if seen else str(gpu) for gpu in wanted)}
         except IndexError:
             there = f"CUDA_VISIBLE_DEVICES={','.join(allowed)}" if allowed else f"this host has {len(seen)}"
             raise BootRefused(
-                f"GPUs {list(self._gpus)} do not exist here: {there}. Correct --rollout-gpu-ids (0: the trainer's first one)."
+                f"GPUs {list(gpus)} do not exist here: {there}. Correct --rollout-gpu-ids (0: the trainer's first one)."
             ) from None
 
 

@@ -1,11 +1,10 @@
 """What SGLang's /generate is sent and answers, and what its /v1/loads answers, as far as we read it (pure)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from actors.generation.engine import Chunk, EngineLoad, GenerateRequest
+from actors.generation.engine import EngineLoad, GenerateRequest
 from bus.errors import UNREADABLE
 
 
@@ -82,24 +81,6 @@ def body_of(request: GenerateRequest, name: str) -> bytes:
     if request.routed is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routed_from}
     return msgspec.json.encode(body)
-
-
-def split(chunk: Chunk, seen: int, marks: Sequence[tuple[int, str]]) -> list[Chunk]:
-    """A chunk as chunks of one version each, none of them empty but for one that only tells how the request ended. `seen`:
-    tokens of the request before this chunk. `marks`: (tokens, version), rising: the first so many were made by that version
-    or an older one; what lies behind the last mark is as the chunk states."""
-    parts: list[Chunk] = []
-    end, done = seen + len(chunk.token_ids), seen
-    for limit, version in (*marks, (end, chunk.weight_version)):
-        until = min(limit, end)
-        if until > done:
-            piece = slice(done - seen, until - seen)
-            parts.append(Chunk(chunk.token_ids[piece], chunk.logprobs[piece], version))
-            done = until
-    if chunk.finish is None:
-        return parts
-    last = parts.pop() if parts else Chunk([], [], chunk.weight_version)
-    return [*parts, Chunk(last.token_ids, last.logprobs, last.weight_version, chunk.finish, chunk.experts)]
 
 
 def load_of(text: str) -> EngineLoad:

@@ -1,21 +1,13 @@
-"""What a worker is told at its start, and the link to its engine built from it."""
+"""What a worker is told at its start, and what an SGLang server is told of it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from actors.generation.boot_failures import Launch
-from actors.generation.engine import Engine
-from actors.generation.link import EngineLink
-from actors.generation.process import EngineProcess, EngineServer
-from actors.generation.sglang_args import SEES_ANEW, UNEQUAL_GPUS, default_command, server_args
-from actors.generation.sglang_server import COMPILING, SGLangServer
-from actors.generation.supply import Supply
-from actors.runtime.child import ArgValue, Child, flag_name
-from actors.runtime.context import Context
+from actors.generation.sglang_args import SEES_ANEW, UNEQUAL_GPUS, server_args
+from actors.runtime.child import ArgValue
 from actors.runtime.vision import family_of
 
 
@@ -104,81 +96,6 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
     lent_s: float = 0.0
     """The GPU is lent by the trainer, which has it back within so many seconds; 0 = it is not (sharing.py)."""
-
-
-def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None) -> EngineLink:
-    """The bond of this worker with its engine; nothing is started yet. `spare`: see EngineProcess."""
-    deadlines = {
-        "request_deadline_s": spec.request_deadline_s,
-        "token_deadline_s": spec.token_deadline_s,
-        "control_deadline_s": spec.control_deadline_s,
-    }
-
-    def connect(url: str, inside: Path | None) -> Engine:
-        """The client of an engine that runs."""
-        from actors.generation.routed import RoutedEngine
-        from actors.generation.sglang_client import SGLangClient
-
-        if spec.router_url:
-            return RoutedEngine(url, spec.router_url, inside=inside, token=spec.token, draws=spec.draws, **deadlines)
-        return SGLangClient(url, inside=inside, token=spec.token, draws=spec.draws, **deadlines)
-
-    supply = Supply(
-        context,
-        token=spec.weights_token,
-        serves=spec.serves,
-        address=spec.serve_at,
-        deadline_s=spec.control_deadline_s,
-    )
-    supply.open()
-    return EngineLink(
-        context,
-        connect,
-        process=_server(context, spec, spare),
-        url=spec.engine_url,
-        model_path=spec.model_path,
-        control_deadline_s=spec.control_deadline_s,
-        verify_checksum=spec.verify_checksum,
-        check_equal=spec.check_equal,
-        inside=Path(spec.inside) if spec.inside else None,
-        supply=supply,
-        tells_experts=spec.routed,
-    )
-
-
-def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> EngineServer | None:
-    folder = Path(context.spec.run_dir or ".") / "engines" / context.name
-    if spec.engine == "embedded":
-        return EngineProcess(
-            model_path=spec.model_path,
-            folder=folder,
-            threads=spec.threads,
-            max_running=spec.max_running,
-            boot_deadline_s=spec.boot_deadline_s,
-            spare=spare,
-            token=spec.token,
-            repeatable=bool(spec.server_args.get("enable-deterministic-inference")),
-        )
-    if spec.engine != "sglang":
-        return None
-
-    async def report(kind: str, text: str, level: Literal["info", "warning"]) -> None:
-        context.note = "SGLang compiles kernels, once on a machine" if kind == COMPILING else ""  # until it has joined
-        await context.event(kind, text, level=level)
-
-    return SGLangServer(
-        model_path=spec.model_path,
-        folder=folder,
-        launch=Launch(sglang_flags(spec), sglang_env(spec)),
-        given=frozenset(map(flag_name, spec.server_args)),
-        command=spec.server_command or default_command(),
-        gpus=spec.gpus,
-        maps=spec.maps,
-        boot_deadline_s=spec.boot_deadline_s,
-        report=report,
-        token=spec.token,
-        alone=spec.nodes == 1,
-    )
 
 
 def sglang_env(spec: GenerationSpec) -> dict[str, str]:

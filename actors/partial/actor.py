@@ -8,6 +8,7 @@ become long and slots are kept for such, to `tail`: to be resumed there.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import msgspec
 
@@ -15,6 +16,7 @@ from actors.partial.decide import ACTIONS, POLICIES, BufferPolicy, Plan, Waiting
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.contained import named
 from actors.runtime.context import Context
+from actors.runtime.deadline import followed
 from actors.runtime.hooks import copies, load_hook
 from actors.runtime.logs import fold_log
 from actors.runtime.refusals import Row, RunEnds
@@ -51,22 +53,12 @@ class PartialBuffer:
     async def run(self) -> None:
         """Until draining: waits for parked samples (woken by the blocking read) and for steps."""
         context = self._context
-        tail = Tail(context.bus, [POLICY])
-        stop = asyncio.Event()
-        await tail.open()
-        try:
-            async with self._consumer.leased(), asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._follow(tail, stop))
-                try:
-                    while not context.draining.is_set():
-                        with context.waiting("an entry of parked") as heard:
-                            if entries := await self._consumer.take(256, 0.5):
-                                heard()
-                        await self._place(entries)
-                finally:
-                    stop.set()
-        finally:
-            await tail.close()
+        async with Tail(context.bus, [POLICY]) as tail, self._consumer.leased(), followed(partial(self._follow, tail)):
+            while not context.draining.is_set():
+                with context.waiting("an entry of parked") as heard:
+                    if entries := await self._consumer.take(256, 0.5):
+                        heard()
+                await self._place(entries)
 
     async def _follow(self, tail: Tail, stop: asyncio.Event) -> None:
         """The training step, from the policy log; woken by the blocking read."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +30,7 @@ from actors.recorder.trackers import Follower, follow_all
 from actors.recorder.trained import LIVES, append_trained, last_trained
 from actors.runtime.content import fault_of
 from actors.runtime.context import Context
+from actors.runtime.deadline import within
 from actors.runtime.host import lives
 from actors.runtime.prompts import Tokenizer
 from actors.runtime.readable import readable
@@ -172,8 +173,7 @@ class Recorder:
         await self._tell(f"{full}. The run goes on, its record waits")
         with self._waiting(full):
             while True:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), FULL_S)
+                await within(FULL_S, self._stop)
                 try:
                     return await asyncio.to_thread(write, *args)
                 except OSError as error:

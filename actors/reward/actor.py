@@ -24,6 +24,7 @@ from actors.reward.teacher import Teacher
 from actors.reward.verifier import tell_args
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
+from actors.runtime.deadline import beside
 from actors.runtime.refusals import Row
 from actors.runtime.retry import NotItsFault
 from bus import Commit, Entry, Out
@@ -70,10 +71,8 @@ class RewardRoom:
     async def run(self) -> None:
         """Until draining. Shutdown: 1 no new entries · 2 samples at work get half of the drain time · 3 what is not done then
         stays pending for a successor."""
-        async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self._hurry_at_drain(), name="drain")
+        async with beside(self._hurry_at_drain()):
             await self._consumer.run(self.handle)
-            watch.cancel()
 
     async def _hurry_at_drain(self) -> None:
         """Waits for the wish to drain; then no sample may take longer than half of the drain time."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain, read_frame
+from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain
 from actors.runtime.child import adopt_orphans, die_with_parent
-from actors.runtime.contained import contained, lose_prints, named
-from actors.runtime.hooks import awaited, load_hook
+from actors.runtime.contained import contained, named
+from actors.runtime.hooks import awaited, load_hook, own_pipes, read_frame
 from actors.runtime.miles import reward_of
 from actors.runtime.priority import lower_to
 from bus.errors import printable
@@ -41,7 +41,7 @@ def main() -> None:
     hook_path, parent = sys.argv[1], int(sys.argv[2])
     _end_with(parent)
     lower_to(int(os.environ.get(NICE, "0")))
-    asks, answers = _take_pipes()
+    asks, answers = own_pipes()
     try:
         hook: Hook = reward_of(load_hook(hook_path), json.loads(os.environ.get(ARGS, "{}")))
     except BaseException as error:  # noqa: BLE001 - importing a hook may raise anything; it is told, not hidden
@@ -61,17 +61,6 @@ def _end_with(parent: int) -> None:
     adopt_orphans()
     if os.getppid() != parent:
         sys.exit(0)
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the pipes for ourselves: whatever the hook prints or reads must not get between the frames."""
-    asks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    lose_prints()
-    return asks, answers
 
 
 def _send(answers: BinaryIO, message: Ready | Answer) -> None:

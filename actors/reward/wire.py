@@ -5,10 +5,11 @@ The pool asks, the verifier answers; numbers tell the questions apart. Nothing i
 
 from __future__ import annotations
 
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
+from actors.runtime.hooks import framed
 from actors.runtime.numbers import listed, number_of
 from bus.errors import printable
 
@@ -61,17 +62,7 @@ def frame(message: ToVerifier | FromVerifier) -> bytes:
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"frame of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
-    return len(body).to_bytes(4, "little") + body
-
-
-def read_frame(pipe: BinaryIO) -> bytes | None:
-    """One frame's body from a blocking pipe; None at its end."""
-    head = pipe.read(4)
-    if len(head) < 4:
-        return None
-    size = int.from_bytes(head, "little")
-    body = pipe.read(size)
-    return body if len(body) == size else None
+    return framed(body)
 
 
 def plain(value: object) -> Plain:

@@ -17,7 +17,7 @@ from actors.router.launch import DEFAULTS, KEY
 from actors.router.probe import answers
 from actors.runtime.child import PYTHON, ArgValue, Child, command_line, last_line
 from actors.runtime.context import Context
-from actors.runtime.deadline import deadline
+from actors.runtime.deadline import deadline, first_of, within
 from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded
 
@@ -52,26 +52,20 @@ class Router:
         context = self._context
         context.version = 0
         failures = 0
-        drained = asyncio.ensure_future(context.draining.wait())
         try:
             while not context.draining.is_set():
                 if await self._start():
                     failures = 0
                     with context.waiting("requests"):
-                        ended = asyncio.ensure_future(self._child.wait())
-                        try:
-                            await asyncio.wait((ended, drained), return_when=asyncio.FIRST_COMPLETED)
-                        finally:
-                            ended.cancel()
+                        await first_of(self._child.wait(), context.draining.wait())
                     if context.draining.is_set():
                         return
                     why = f"router ended with exit code {self._child.exit_code}"
                     await context.event("router ended", f"{why}: {last_line(self._log)}; starting it again", level="error")
                 pause_s = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
                 failures += 1
-                await asyncio.wait((drained,), timeout=pause_s)
+                await within(pause_s, context.draining)
         finally:
-            drained.cancel()
             await self._child.stop()
 
     async def _start(self) -> bool:

@@ -22,6 +22,7 @@ import msgspec
 from actors.runtime.contained import contained
 from actors.runtime.content import fault_of, lost_of
 from actors.runtime.context import Context
+from actors.runtime.deadline import followed, within
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
@@ -90,14 +91,9 @@ class Consumer:
     async def leased(self, free: Callable[[], int] = lambda: 64) -> AsyncIterator[None]:
         """The reader open and its leases kept meanwhile; what the dead left is taken over as far as there is room."""
         await self.reader.open()
-        stop = asyncio.Event()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(keep_leases(self._context, self.reader, stop, free))
-                try:
-                    yield
-                finally:
-                    stop.set()
+            async with followed(lambda stop: keep_leases(self._context, self.reader, stop, free)):
+                yield
         except BaseException as error:
             if isinstance(error, BusFull) or (isinstance(error, BaseExceptionGroup) and error.split(BusFull)[0] is not None):
                 await self._spare()
@@ -168,8 +164,7 @@ class Consumer:
         """Up to `count` entries to begin with now; see Reader.read. Nothing else begins beside one that is tried alone."""
         if self._alone():
             self._ended = asyncio.Event()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), block_s)
+            await within(block_s, self._ended)
             return []
         ready = await self._trial(count)
         if len(ready) >= count or self._alone():
@@ -360,12 +355,7 @@ async def keep_leases(
 ) -> None:
     """Renew what this reader holds and take over what the dead left, as far as it is `free` to; woken by time or the end."""
     lease_s = context.bus.config.lease_s
-    while not stop.is_set():
-        try:
-            await asyncio.wait_for(stop.wait(), lease_s / 4)
-            return
-        except TimeoutError:
-            pass
+    while not await within(lease_s / 4, stop):
         lost = await reader.renew()
         if lost:
             context.count("leases_lost", len(lost))

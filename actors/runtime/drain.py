@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from actors.runtime.context import Context
+from actors.runtime.deadline import first_of
 from bus import Bus
 from bus.errors import MilesAsyncError
 from bus.messages.control import Vitals
@@ -88,12 +89,7 @@ async def drained(
 
 async def drain_watch(context: Context, over: asyncio.Event) -> None:
     """Waits for the request to drain, then for the room; a room that does not finish in time is ended."""
-    asked, done = asyncio.ensure_future(context.draining.wait()), asyncio.ensure_future(over.wait())
-    try:
-        await asyncio.wait([asked, done], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        asked.cancel()
-        done.cancel()
+    await first_of(context.draining.wait(), over.wait())
     if over.is_set():
         return
     now, allowed_s = context.clock.monotonic, context.spec.drain_timeout_s

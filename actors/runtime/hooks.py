@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
+from actors.runtime.contained import lose_prints
 from actors.runtime.refusals import Refused
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -71,6 +72,30 @@ def own_stdout() -> BinaryIO:
     kept = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return kept
+
+
+def own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Standard input and output for ourselves: what code of the user's prints goes to stderr, and what it, or what it starts, reads
+    is nothing."""
+    asks = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    answers = own_stdout()
+    lose_prints()
+    return asks, answers
+
+
+def framed(body: bytes) -> bytes:
+    """With its length in front, as `read_frame` wants it."""
+    return len(body).to_bytes(4, "little") + body
+
+
+def read_frame(pipe: BinaryIO) -> bytes | None:
+    """One frame's body from a blocking pipe; None at its end."""
+    head = pipe.read(4)
+    body = pipe.read(size := int.from_bytes(head, "little")) if len(head) == 4 else b""
+    return body if len(head) == 4 and len(body) == size else None
 
 
 def _why(error: BaseException) -> str:

@@ -28,6 +28,7 @@ import msgspec
 
 from actors.runtime.contained import contained, lose_prints
 from actors.runtime.context import STOP_WISH, ActorSpec, Context
+from actors.runtime.deadline import within
 from actors.runtime.drain import drain_watch
 from actors.runtime.leftovers import ends_with_us
 from actors.runtime.loop import run_loop
@@ -223,10 +224,7 @@ async def _heartbeat(context: Context, over: asyncio.Event, drain: Callable[[], 
         await context.beat()
         if not context.draining.is_set() and await context.bus.state(STOP_WISH):
             drain()
-        try:
-            await asyncio.wait_for(context.news.wait(), context.spec.heartbeat_s)
-        except TimeoutError:
-            continue
+        await within(context.spec.heartbeat_s, context.news)
 
 
 async def _last_words(context: Context) -> None:

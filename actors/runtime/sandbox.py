@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from actors.runtime.child import die_with_parent
+from actors.runtime.hooks import framed
 from bus.errors import MilesAsyncError
 
 Cause = Literal["ok", "raised", "exit", "deadline", "cpu", "memory", "output", "crash", "lost"]
@@ -100,7 +101,7 @@ class _Server:
         try:
             async with asyncio.timeout(float(order["deadline_s"]) + GRACE_S):
                 with contextlib.suppress(ConnectionError):
-                    self._process.stdin.write(len(body).to_bytes(4, "little") + body)
+                    self._process.stdin.write(framed(body))
                     await self._process.stdin.drain()
                 if not self.alive:
                     raise _Lost

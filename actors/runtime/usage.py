@@ -18,6 +18,7 @@ from hashlib import sha256
 import psutil
 
 from actors.runtime.context import Context
+from actors.runtime.deadline import within
 from bus import Out
 from bus.errors import BusRefused
 from bus.messages.control import USAGE, Event
@@ -143,11 +144,9 @@ async def tell_usage(
                 sys.platform != "linux" or (held := chosen(f"{context.bus.keys.vitals}-{context.spec.run_dir}"))
             ):
                 usage = await asyncio.to_thread(HostUsage, context.spec.run_dir or "/")
-            try:
-                await asyncio.wait_for(over.wait(), pause_s)
+            if await within(pause_s, over):
                 return
-            except TimeoutError:
-                pause_s = period_s
+            pause_s = period_s
             try:
                 if usage is not None:
                     await _tell(context, socket.gethostname(), await asyncio.to_thread(usage.look))

@@ -9,11 +9,12 @@ import asyncio
 import itertools
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 
 import msgspec
 
 from actors.runtime.context import Context
+from actors.runtime.deadline import within
 from actors.runtime.run import RunEnds
 from actors.runtime.staleness import Rule, bound_in_steps, rule_of
 from actors.trainer.accounts import consumed_by
@@ -170,8 +171,7 @@ class Batches:
         link = self._context.bus.link
         while not ended.is_set() and link.server_restarts == self._restarts:
             if not await self._intake.fetch(READ, 0.0, step=step):
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), LOOK_S)
+                await within(LOOK_S, ended)
 
     async def _of_one_version(self, size: int) -> dict[str, Part]:
         """What is ready, of one version of the reward: while that is enough for a batch, what earlier versions judged; then the

@@ -14,6 +14,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from actors.runtime.child import PYTHON, Child, free_port, last_line
+from actors.runtime.deadline import first_of
 from actors.runtime.run import EXIT_CRASHED
 from bus.errors import MilesAsyncError
 
@@ -60,14 +61,10 @@ class Followers:
         """Waits for the first one to end; RankDied unless they were told to end."""
         if not self._children:
             return
-        waits = {asyncio.ensure_future(child.wait()): rank for rank, child in self._children.items()}
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        ranks = list(self._children)
+        ended = await first_of(*(child.wait() for child in self._children.values()))
         if not self._parting:
-            raise self._death(waits[done.pop()])
+            raise self._death(ranks[ended])
 
     def _death(self, rank: int) -> RankDied:
         code = self._children[rank].exit_code

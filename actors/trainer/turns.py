@@ -64,16 +64,12 @@ class Turns:
         context, bus = self._context, self._context.bus
         began = context.clock.monotonic()
         self._number = await bus.next_number("turns", at_least=self._number + 1)
-        tail = Tail(bus, [EVENTS], start="$")
-        await tail.open()
-        try:
+        async with Tail(bus, [EVENTS], start="$") as tail:
             await self._say(Turn(holder="trainer", number=self._number, boots=self._boots))
             fault_point(context.name, "turn_taken")
             await self._until_released(tail)
             if self._boots:  # who starts from now on meets the trainer's memory
                 await bus.commit(Commit(state={"turn": Turn(holder="trainer", number=self._number).mark}))
-        finally:
-            await tail.close()
         released = context.clock.monotonic()
         if self._asleep:
             await self._in_thread(self._backend.wake)

@@ -286,6 +286,13 @@ class Tail:
         """Close the connection."""
         await self._wire.close()
 
+    async def __aenter__(self) -> Tail:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def read(self, block_s: float, count: int = 256) -> list[Entry]:
         """New entries of all streams, oldest first; empty after `block_s` without any."""
         if self._restarts_seen != self._bus.link.server_restarts:
@@ -306,7 +313,6 @@ class Tail:
                 self._given.setdefault(stream.name, deque(maxlen=GIVEN)).append(found[-1].id)
         found.sort(key=lambda e: id_key(e.id))
         return found
-
 
     async def _step_back(self) -> None:
         """To the last entry given out that a server which lost its last moments still has. It counts on from there, and where its

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.generation.boot_failures import Launch
 from actors.generation.early_kernels import EarlyKernels, missing
-from actors.generation.sglang_args import server_args
 from actors.generation.sglang_server import SGLangServer
+from actors.generation.spec import GenerationSpec
 from tests.engine.processes import until_async
 
 FAKE_SERVER = Path(__file__).with_name("fake_sglang.py")
@@ -116,11 +115,8 @@ async def test_a_server_that_is_ready_does_not_wait_for_a_compilation_and_ends_i
             await until_async(lambda: _now(pid.exists() and pid.read_text()), "the compilation runs")
             compiling.unlink()
 
-    server = SGLangServer(
-        model_path="m", folder=tmp_path / "engines", launch=Launch(server_args(tp_size=1, max_running=8, seed=1, given={}), {}),
-        given=frozenset(), command=[sys.executable, str(FAKE_SERVER)], gpus=(), boot_deadline_s=60.0, report=report,
-        compiling_s=0.05,
-    )  # fmt: skip
+    spec = GenerationSpec(model_path="m", server_command=(sys.executable, str(FAKE_SERVER)), boot_deadline_s=60.0)
+    server = SGLangServer(spec, tmp_path / "engines", report, compiling_s=0.05)
     try:
         assert await server.start() and server.note == ""
         assert not Path("/proc", pid.read_text()).exists()

@@ -19,7 +19,8 @@ from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.engine import BootRefused
 from actors.generation.sglang_args import GATHER, PREFILL_BATCH, server_args
 from actors.generation.sglang_calls import Calls
-from actors.generation.sglang_server import SGLangServer
+from actors.generation.sglang_server import COMPILING_S, SGLangServer
+from actors.generation.spec import GenerationSpec
 from actors.runtime.child import command_line
 from tests.engine.processes import until_async
 
@@ -203,18 +204,10 @@ def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Boot:
             assert level == ("info" if kind == "engine compiles" else "warning")
             events.append((kind, text))
 
-        given = {"mem-fraction-static": 0.5} | settings.pop("given", {})
-        values: dict[str, Any] = {
-            "model_path": "m",
-            "folder": tmp_path / "engines",
-            "launch": Launch(server_args(tp_size=1, max_running=8, seed=1, given=given), {}),
-            "given": frozenset(given),
-            "command": [sys.executable, str(FAKE)],
-            "gpus": (),
-            "boot_deadline_s": 20.0,
-            "report": report,
-        }
-        server = SGLangServer(**values | settings)
+        compiling_s = settings.pop("compiling_s", COMPILING_S)
+        given = {"model_path": "m", "max_running": 8, "seed": 1, "server_args": {"mem-fraction-static": 0.5}}
+        defaults: dict[str, Any] = {"server_command": (sys.executable, str(FAKE)), "boot_deadline_s": 20.0}
+        server = SGLangServer(GenerationSpec(**given | defaults | settings), tmp_path / "engines", report, compiling_s=compiling_s)
         try:
             yield server, events
         finally:
@@ -333,7 +326,7 @@ async def test_a_start_that_hangs_ends_at_its_deadline_with_its_last_line(boot: 
 
 
 async def test_a_program_that_is_not_there_is_named(boot: Boot) -> None:
-    async with boot(command=["/nowhere/python", "-m", "sglang.launch_server"]) as (server, _):
+    async with boot(server_command=("/nowhere/python", "-m", "sglang.launch_server")) as (server, _):
         with pytest.raises(BootRefused, match="/nowhere/python cannot be run"):
             await server.start()
 

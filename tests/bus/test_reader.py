@@ -51,6 +51,10 @@ async def test_a_log_that_is_opened_again_after_a_restart_of_the_server_is_read_
         await bus.length(EVENTS)
         await tail.open()
         assert [entry.id for entry in await tail.read(1)] == ids, "before it looked again"
+        await tail.open()
+        await restart(private_redis)
+        await bus.length(EVENTS)
+        assert [entry.id for entry in await tail.read(1)] == ids, "before it read anything"
         await tail.close()
 
 

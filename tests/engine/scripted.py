@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.generation.actor import Worker
-from actors.generation.engine import Chunk, Engine, EngineHealth, EngineLoad, GenerateRequest
+from actors.generation.engine import Chunk, EngineHealth, EngineLoad, GenerateRequest
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus
@@ -19,7 +19,7 @@ from bus.messages.weights import Bucket, TensorMeta
 from tests.actors.house import running, until
 
 
-class ScriptedEngine(Engine):
+class ScriptedEngine:
     """One token each `pace_s`, under the version loaded last. `load_s`: duration of a load; `gate`: it waits for this too."""
 
     counts_when_receiving = False
@@ -120,17 +120,17 @@ class ScriptedEngine(Engine):
 
 @asynccontextmanager
 async def workers(
-    bus: Bus, engines: Sequence[Engine], **spec_fields: Any
+    bus: Bus, engines: Sequence[ScriptedEngine], **spec_fields: Any
 ) -> AsyncIterator[tuple[list[Worker], list[Context]]]:
     """Workers w0, w1, ... each on its engine, which has joined."""
     made: dict[str, Worker] = {}
     contexts: list[Context] = []
 
-    def body_of(engine: Engine) -> Any:
+    def body_of(engine: ScriptedEngine) -> Any:
         async def body(context: Context, spec: GenerationSpec) -> None:
             worker = made[context.name] = Worker(context, spec)
 
-            def connect(url: str, inside: Path | None) -> Engine:
+            def connect(url: str, inside: Path | None) -> ScriptedEngine:
                 return engine
 
             worker._link._connect = connect

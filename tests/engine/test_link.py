@@ -11,6 +11,7 @@ import pytest
 
 from actors.generation.engine import EngineUnavailable, RequestRefused
 from actors.generation.link import EngineLink, State
+from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus
 from bus.messages.active import Activate
@@ -55,7 +56,7 @@ async def linked(
 
     async def body(context: Context, given: None) -> None:
         try:
-            link = kind(context, lambda url, inside: engine, process=None)
+            link = kind(context, GenerationSpec(), lambda url, inside: engine)
             await link.boot()
             await case(link, engine, context)
         finally:

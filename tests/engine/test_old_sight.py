@@ -17,11 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.generation.attach import check_served
-from actors.generation.boot_failures import Launch
 from actors.generation.engine import GenerateRequest
 from actors.generation.sglang_client import SGLangClient
 from actors.generation.sglang_server import SGLangServer
-from actors.generation.spec import GenerationSpec, sglang_env, sglang_flags
+from actors.generation.spec import GenerationSpec, sglang_env
 from actors.runtime.vision import Vision
 from tests import sights
 from tests.engine.conftest import engine_process
@@ -35,15 +34,12 @@ async def engine(kind: str, model: Path, folder: Path) -> AsyncIterator[str]:
         with engine_process(model) as (url, _):
             yield url
         return
-    spec = GenerationSpec(engine="sglang", model_path=str(model), server_command=(COMMAND,))
+    spec = GenerationSpec(engine="sglang", model_path=str(model), server_command=(COMMAND,), boot_deadline_s=250.0)
 
     async def report(kind: str, text: str, level: str) -> None:
         print(kind, text)
 
-    server = SGLangServer(
-        model_path=str(model), folder=folder, launch=Launch(sglang_flags(spec), sglang_env(spec)), given=frozenset(),
-        command=spec.server_command, gpus=(), boot_deadline_s=250.0, report=report,
-    )  # fmt: skip
+    server = SGLangServer(spec, folder, report)
     try:
         yield await server.start()
     finally:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actors.generation.quick_load import Layout, QuickLoad, views
+from actors.generation.quick_load import Layout, QuickLoad
+from actors.runtime.flat import views
 from actors.trainer.transports.flat import FlatBuffers, bucketed
 
 FUSED = {"q": ("qkv", 0, 4), "k": ("qkv", 4, 2), "v": ("qkv", 6, 2)}
@@ -94,5 +95,5 @@ def test_a_loader_that_computes_is_never_cut_short(sender: tuple[FlatBuffers, st
 
 def test_a_layout_is_that_of_the_plan(sender: tuple[FlatBuffers, str]) -> None:
     buffers, text = sender
-    found: dict[str, Any] = dict(views(buffers.flat[0], msgspec.json.decode(text, type=Layout)))
+    found: dict[str, Any] = dict(views(buffers.flat[0], msgspec.json.decode(text, type=Layout).tensors))
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(0).items())

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from actors.generation.actor import Worker
-from actors.generation.engine import Engine
 from actors.generation.rollouts import function
 from actors.generation.rollouts.function import open_function
+from actors.generation.sglang_client import SGLangClient
 from actors.generation.spec import GenerationSpec
 from actors.reward.sample import Sample
 from actors.runtime.context import Context
@@ -51,7 +51,7 @@ async def house(redis_url: str, run_name: str, folder: Path, name: str, **fields
         yield bus, spec
 
 
-def body_on(engine: Engine) -> Any:
+def body_on(engine: SGLangClient) -> Any:
     async def body(context: Context, spec: GenerationSpec) -> None:
         async with open_function(context, spec) as program:
             await serve(Worker(context, spec, None, program), context, engine)

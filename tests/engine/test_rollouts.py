@@ -13,8 +13,8 @@ import pytest
 
 from actors.generation import turns
 from actors.generation.actor import Worker
-from actors.generation.engine import Engine
 from actors.generation.rollouts import Session, live, programs
+from actors.generation.sglang_client import SGLangClient
 from actors.generation.spec import GenerationSpec
 from actors.runtime import consume
 from actors.runtime.context import Context
@@ -61,7 +61,7 @@ def with_stop(one: SampleTask) -> SampleTask:
     return msgspec.structs.replace(one, sampling=sampling)
 
 
-def body_on(engine: Engine) -> Any:
+def body_on(engine: SGLangClient) -> Any:
     async def body(context: Context, spec: GenerationSpec) -> None:
         worker = STATE["worker"] = Worker(context, spec)
         await serve(worker, context, engine)

@@ -15,6 +15,7 @@ from actors.generation.pace import Pace
 from actors.generation.routed import RoutedEngine
 from actors.generation.sample import Running
 from actors.generation.sharing import Sharing
+from actors.generation.spec import GenerationSpec
 from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as partial
 from actors.publisher.actor import PublisherSpec
@@ -275,7 +276,7 @@ async def test_a_task_that_is_faster_than_the_news_of_its_version_makes_the_work
     found: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     async def body(context: Context, hold_s: float) -> None:
-        link = EngineLink(context, lambda url, inside: ScriptedEngine(), process=None)
+        link = EngineLink(context, GenerationSpec(), lambda url, inside: ScriptedEngine())
         link.enter(State.SERVING)
         link.serving = version(1)
         pace = Pace(context, link, 8, 10.0)

@@ -15,6 +15,7 @@ from actors.generation.engine import EngineUnavailable, GenerateRequest
 from actors.generation.process import EngineProcess
 from actors.generation.routed import RoutedEngine
 from actors.generation.sglang_client import SGLangClient
+from actors.generation.spec import GenerationSpec
 from actors.router.actor import RouterSpec, answers, run
 from actors.runtime.child import Child, free_port
 from bus.private import write_secret
@@ -104,10 +105,8 @@ async def test_a_workers_engine_gets_it_by_a_file_of_its_own(
         from actors.generation.process import EMBEDDED
 
         await child.start_spare((*EMBEDDED, "--spare"))
-    process = EngineProcess(
-        model_path=str(models("qwen3")[0]), folder=tmp_path / "engine", threads=1, max_running=4,
-        boot_deadline_s=BOOT_DEADLINE_S, token=TOKEN, spare=child if spare else None,
-    )  # fmt: skip
+    spec = GenerationSpec(model_path=str(models("qwen3")[0]), max_running=4, boot_deadline_s=BOOT_DEADLINE_S, token=TOKEN)
+    process = EngineProcess(spec, tmp_path / "engine", child if spare else None)
     try:
         url = await process.start()
         assert (status(f"{url}/model_info"), status(f"{url}/model_info", None, TOKEN)) == (401, 200)

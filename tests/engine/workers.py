@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from actors.generation.actor import Worker
-from actors.generation.engine import Engine
+from actors.generation.sglang_client import SGLangClient
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus
@@ -87,7 +87,7 @@ async def attached(redis_url: str, run_name: str, model: Path) -> AsyncIterator[
             yield bus, worker
 
 
-async def serve(worker: Worker, context: Context, engine: Engine) -> None:
+async def serve(worker: Worker, context: Context, engine: SGLangClient) -> None:
     """The worker at work on this engine, which is ordered its first version as soon as it has joined."""
     worker._link._connect = lambda url, inside: engine
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from actors.generation.embedded.receive import split
+from actors.runtime.flat import views
 from actors.runtime.fp8 import Fp8Scheme, read_scheme
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
@@ -221,7 +221,7 @@ def test_fp8_travels_in_few_buckets_and_arrives_as_it_was() -> None:
     assert [len(bucket.tensors) for bucket in buffers.buckets] == [10, 10, 5]  # FP8, scales, the rest
     arrived: dict[str, torch.Tensor] = {}
     for flat, bucket in zip(buffers.flat, buffers.buckets, strict=True):
-        arrived |= split(flat, bucket.tensors)
+        arrived |= dict(views(flat, bucket.tensors))
     assert arrived.keys() == sent.keys()
     for name, tensor in sent.items():
         assert arrived[name].dtype == tensor.dtype

@@ -85,7 +85,7 @@ class Batch:
                 request.routed(chosen[which, : request.length])
         for row, request in enumerate(joining, first):
             self._lengths[row] = request.length
-            self._seeds[row] = request.seed
+            self._seeds[row] = request.draws_from
             self._temperatures[row] = request.temperature
             self._top_k[row] = request.top_k
             self._top_p[row] = request.top_p

@@ -8,7 +8,6 @@ comes in is bytes of tensors and JSON; nothing is unpickled.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +31,7 @@ from actors.generation.embedded.wire import (
     json_answer,
 )
 from actors.runtime.broadcast import join_group, leave_group
+from actors.runtime.flat import size_of, views
 from bus.messages.weights import FileHandle, TensorMeta
 
 GROUP_DEADLINE = timedelta(seconds=60)
@@ -91,7 +91,7 @@ class Receiver:
     async def _from_broadcast(self, http: web.Request) -> web.Response:
         body = decode_body(await http.read(), BroadcastBody)
         metas = body.tensors()
-        flat = torch.empty(sum(_n_bytes(meta) for meta in metas), dtype=torch.uint8)
+        flat = torch.empty(_size_of(metas), dtype=torch.uint8)
         group = self._groups.get(body.group_name)
         if group is None:
             return _said(f"not in group {body.group_name}.", 400)
@@ -111,7 +111,7 @@ class Receiver:
         if len(body.serialized_named_tensors) != 1:
             raise BadRequest(f"{len(body.serialized_named_tensors)} handles for an engine of one rank.")
         handle = decode_body(body.serialized_named_tensors[0].encode(), FileHandle)
-        n_bytes = sum(_n_bytes(meta) for meta in handle.tensors)
+        n_bytes = _size_of(handle.tensors)
         try:
             if Path(handle.path).stat().st_size < n_bytes:
                 return _said(f"{handle.path} is shorter than its {len(handle.tensors)} tensors.", 400)
@@ -122,7 +122,7 @@ class Receiver:
 
     async def _load(self, flat: Tensor, metas: Sequence[TensorMeta], version: str | None) -> web.Response:
         try:
-            tensors = split(flat, metas)
+            tensors = dict(views(flat, metas))
             await self._load_into(lambda decoder: load_tensors(decoder, tensors), version)
         except ModelRefused as error:
             return _said(f"The weights may be partially updated: {error}", 400)
@@ -137,26 +137,11 @@ class Receiver:
         return json_answer({"success": True, "message": "Success.", "ranks": [{"checksums": found}]})
 
 
-def split(flat: Tensor, metas: Sequence[TensorMeta]) -> dict[str, Tensor]:
-    """Views of the tensors that lie one after the other in `flat` uint8 [n_bytes]."""
-    found: dict[str, Tensor] = {}
-    start = 0
-    for meta in metas:
-        end = start + _n_bytes(meta)
-        found[meta.name] = flat[start:end].view(_dtype(meta)).view(meta.shape)
-        start = end
-    return found
-
-
-def _dtype(meta: TensorMeta) -> torch.dtype:
-    found = getattr(torch, meta.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise BadRequest(f"type {meta.dtype!r} of tensor {meta.name} is unknown.")
-    return found
-
-
-def _n_bytes(meta: TensorMeta) -> int:
-    return math.prod(meta.shape) * _dtype(meta).itemsize
+def _size_of(metas: Sequence[TensorMeta]) -> int:
+    try:
+        return size_of(metas)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
 
 
 def _said(message: str, status: int = 200) -> web.Response:

@@ -7,6 +7,7 @@ neither needs a lock: lists only grow, and a Progress is posted after the tokens
 import asyncio
 import hashlib
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -28,81 +29,50 @@ class Progress(NamedTuple):
     finish: FinishReason | None
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """Sampling limits are resolved here: temperature 1 stands in for a greedy row, stop ids include end-of-sequence."""
 
-    __slots__ = (
-        "cut",
-        "experts",
-        "finish",
-        "greedy",
-        "inbox",
-        "input_pairs",
-        "limit",
-        "pairs",
-        "prompt",
-        "retractions",
-        "rid",
-        "routed_from",
-        "score_from",
-        "seed",
-        "sent",
-        "stop_ids",
-        "stream",
-        "temperature",
-        "tokens",
-        "top_k",
-        "top_p",
-        "view",
-        "wake",
-    )
+    rid: str
+    prompt: list[int]
+    limit: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_ids: frozenset[int] = frozenset()
+    seed: int | None = None
+    """As asked; None: one that follows from the id."""
+    stream: bool = False
+    score_from: int = 0
+    """First prompt token whose log-probability is asked; only where limit is 0."""
+    routed_from: int | None = None
+    """First token whose experts are asked for; None: no token's."""
+    view: View | None = None
+    """Its pictures."""
+    tokens: list[int] = field(default_factory=list)
+    pairs: list[tuple[float, int, None]] = field(default_factory=list)
+    """(log-probability, token id, no text), one per token, as SGLang lays them out."""
+    input_pairs: list[tuple[float | None, int, None]] = field(default_factory=list)
+    """The same for prompt tokens from score_from on, the first without a number. Set once, before the only Progress."""
+    experts: list[torch.Tensor] = field(default_factory=list)
+    """int32 [layers * top_k] of each token that was read, as it was first read."""
+    sent: int = 0
+    """Tokens in the last Progress."""
+    retractions: int = 0
+    finish: FinishReason | None = None
+    inbox: deque[Progress] = field(default_factory=deque)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    draws_from: int = 0
+    """The seed, as 64 bits."""
+    greedy: bool = False
+    cut: bool = False
 
-    def __init__(
-        self,
-        *,
-        rid: str,
-        prompt: list[int],
-        limit: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        stop_ids: frozenset[int] = frozenset(),
-        seed: int | None = None,
-        stream: bool = False,
-        score_from: int = 0,
-        routed_from: int | None = None,
-        view: View | None = None,
-    ) -> None:
-        self.rid = rid
-        self.prompt = prompt
-        self.limit = limit
-        self.greedy = temperature < GREEDY_BELOW or top_k == 1
-        self.temperature = 1.0 if temperature < GREEDY_BELOW else temperature
-        self.top_p = top_p
-        self.top_k = top_k if top_k > 0 else ALL_TOKENS
+    def __post_init__(self) -> None:
+        self.greedy = self.temperature < GREEDY_BELOW or self.top_k == 1
+        self.temperature = 1.0 if self.temperature < GREEDY_BELOW else self.temperature
+        self.top_k = self.top_k if self.top_k > 0 else ALL_TOKENS
         self.cut = not self.greedy and (self.top_p < 1.0 or self.top_k < ALL_TOKENS)
-        self.stop_ids = stop_ids
-        self.seed = (seed if seed is not None else _seed_of(rid)) & (2**64 - 1)
-        self.stream = stream
-        self.tokens: list[int] = []
-        self.pairs: list[tuple[float, int, None]] = []
-        """(log-probability, token id, no text), one per token, as SGLang lays them out."""
-        self.score_from = score_from
-        """First prompt token whose log-probability is asked; only where limit is 0."""
-        self.input_pairs: list[tuple[float | None, int, None]] = []
-        """The same for prompt tokens from score_from on, the first without a number. Set once, before the only Progress."""
-        self.routed_from = routed_from
-        """First token whose experts are asked for; None: no token's."""
-        self.experts: list[torch.Tensor] = []
-        """int32 [layers * top_k] of each token that was read, as it was first read."""
-        self.sent = 0
-        """Tokens in the last Progress."""
-        self.retractions = 0
-        self.finish: FinishReason | None = None
-        self.view = view
-        """Its pictures."""
-        self.inbox: deque[Progress] = deque()
-        self.wake = asyncio.Event()
+        self.draws_from = (_seed_of(self.rid) if self.seed is None else self.seed) & (2**64 - 1)
 
     @property
     def length(self) -> int:
@@ -118,7 +88,6 @@ class Request:
         elif len(self.tokens) >= self.limit:
             self.finish = {"type": "length", "length": self.limit}
         return self.finish
-
 
     def routed(self, chosen: torch.Tensor) -> None:
         """Experts of all tokens that it read, int32 [length, layers * top_k], or of the newest alone."""

@@ -25,6 +25,7 @@ from actors.generation.rollouts.programs import LeftOut, ProgramFailed
 from actors.generation.spec import GenerationSpec
 from actors.runtime.child import PYTHON, Child
 from actors.runtime.context import Context
+from actors.runtime.deadline import beside, within
 from actors.runtime.miles import Decode, MilesSample
 from actors.runtime.prompts import decoder_of
 from actors.runtime.refusals import Row, RunEnds
@@ -219,10 +220,7 @@ class RolloutFunction:
             self.wanted = n - len(some)
             if self.wanted <= 0:
                 break
-            patience_s = PATIENCE_S if some else PARTS_S if free else None
-            try:
-                await asyncio.wait_for(self._news.wait(), patience_s)
-            except TimeoutError:
+            if not await within(PATIENCE_S if some else PARTS_S if free else None, self._news):
                 some = some or free
                 break
         self.wanted = 0
@@ -357,12 +355,8 @@ class RolloutFunction:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             host, port = runner.addresses[0][:2]
             self.url = f"http://{host}:{port}"
-            async with asyncio.TaskGroup() as tasks:
-                process = tasks.create_task(self.run())
-                try:
-                    yield
-                finally:
-                    process.cancel()
+            async with beside(self.run()):
+                yield
         finally:
             await runner.cleanup()
 

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.runtime.flat import views
 from bus.messages.weights import Bucket, TensorMeta
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class FlatBuffers:
     def held(self) -> Iterator[NamedTensors]:
         """What was filled in last, in place."""
         for i, bucket in enumerate(self.buckets):
-            yield [(meta.name, tensor) for meta, tensor in zip(bucket.tensors, self._cut(i), strict=True)]
+            yield list(views(self.flat[i], bucket.tensors))
 
     def _add(self, tensors: NamedTensors) -> None:
         import torch
@@ -120,18 +121,7 @@ class FlatBuffers:
 
     def _cut(self, index: int) -> list[Tensor]:
         """The tensors inside a flat buffer, in order."""
-        import math
-
-        import torch
-
-        found: list[Tensor] = []
-        start = 0
-        for meta in self.buckets[index].tensors:
-            dtype: torch.dtype = getattr(torch, meta.dtype)
-            end = start + math.prod(meta.shape) * dtype.itemsize
-            found.append(self.flat[index][start:end].view(dtype).view(meta.shape))
-            start = end
-        return found
+        return [tensor for _, tensor in views(self.flat[index], self.buckets[index].tensors)]
 
 
 class PassingBuckets:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from actors.runtime.flat import dtype_of, size_of
 from actors.trainer.transports.flat import FlatBuffers
 from bus.messages.weights import Bucket, FileHandle, WeightPlan
 
@@ -53,16 +54,13 @@ class IpcSender:
 
 def _metadata(bucket: Bucket) -> list[object]:
     """SGLang's description of a flat bucket."""
-    import math
-
     import torch
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
     found: list[object] = []
     start = 0
     for meta in bucket.tensors:
-        dtype = getattr(torch, meta.dtype)
-        n_bytes = math.prod(meta.shape) * torch.empty((), dtype=dtype).element_size()
+        dtype, n_bytes = dtype_of(meta), size_of((meta,))
         found.append(
             FlattenedTensorMetadata(
                 name=meta.name,
