@@ -23,7 +23,6 @@ from actors.trainer.objective.reductions import reduce_sum
 from actors.trainer.objective.samples import TrainSample
 from actors.trainer.objective.segments import keep
 from actors.trainer.objective_config import HookError, ObjectiveConfig
-from bus.errors import printable
 
 HOOKS: dict[str, Callable[..., Any]] = {}
 """dotted path -> function."""
@@ -74,9 +73,9 @@ def _pair(x: Any, what: str, n: int, field: str, cfg: ObjectiveConfig) -> Sequen
 
 
 def _metrics(x: Any, shape: tuple[int, ...], field: str, cfg: ObjectiveConfig) -> dict[str, Tensor]:
-    if not isinstance(x, dict) or not all(isinstance(name, str) for name in x):
-        raise _wrong(field, cfg, f"metrics are {type(x).__name__}, expected a dict of tensors by name")
-    return {printable(name): _tensor(v, f"metric {name!r}", shape, field, cfg).detach() for name, v in x.items()}
+    if not isinstance(x, dict) or not all(isinstance(name, str) and name.isprintable() for name in x):
+        raise _wrong(field, cfg, f"metrics are {type(x).__name__}, expected a dict of tensors by printable names")
+    return {name: _tensor(v, f"metric {name!r}", shape, field, cfg).detach() for name, v in x.items()}
 
 
 def post_processed_rewards(
@@ -206,6 +205,7 @@ def _done(
     value: Tensor, inputs: Sequence[tuple[Tensor, Tensor]], mask: Tensor, field: str, cfg: ObjectiveConfig
 ) -> Tensor:
     """What a function of the user's made of copies ([T], the second of each pair), with its gradient by what they are copies of."""
+    found: Sequence[Tensor | None] = (None,) * len(inputs)
     if value.requires_grad:
         try:
             found = torch.autograd.grad(value, [leaf for _, leaf in inputs], allow_unused=True)
@@ -213,8 +213,6 @@ def _done(
             raise
         except BaseException as error:
             raise HookError.of(error, field, getattr(cfg, field), "its gradient") from error
-    else:
-        found = (None,) * len(inputs)
     if all(g is None for g in found) and mask.any():
         raise _wrong(field, cfg, NO_GRADIENT)
     total = value.detach()
