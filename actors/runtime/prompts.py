@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -14,7 +14,7 @@ import msgspec
 
 from actors.runtime.chat import Chat
 from actors.runtime.context import Context
-from actors.runtime.rows import BadData, image_key, read, sources_of, unpadded, value_at
+from actors.runtime.rows import BadData, Placed, Source, image_key, read, sources_of, unpadded, value_at
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED
@@ -297,7 +297,7 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None, coming
     parts: list[tuple[int, float]] = []
     for source in sources_of(spec.path):
         before, folder = len(prompts), _folder(source.path)
-        for at, number, row, padded in read(source, function):
+        for at, number, row, padded in _rows(source, function):
             index += 1
             try:
                 found = parts_of(row, keys, chat=spec.apply_chat_template, supervised=spec.supervised, padded=padded)
@@ -352,6 +352,16 @@ async def read_apart(
     finally:
         context.noting = str
         ends.cancel()
+
+
+def _rows(source: Source, function: Callable[[str], Iterable[Any]] | None) -> Iterator[Placed]:
+    """Rows of a source. Where it is none, the error says which: an actor that starts again may meet it days later."""
+    try:
+        yield from read(source, function)
+    except BadData as error:
+        if source.path in str(error):
+            raise
+        raise Refused(f"{source.path}: {error}") from error
 
 
 def _folder(path: str) -> str:

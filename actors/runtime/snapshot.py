@@ -60,6 +60,7 @@ class PolicyFacts(msgspec.Struct, frozen=True):
     finished: bool = False
     checkpoint_step: int = -1
     announced_ages: dict[int, float] = {}  # of the newest versions, seconds
+    entries: int = 0  # that were looked at
 
     def behind_s(self, version: int) -> float:
         """How long a newer version than this one has been announced; 0 when it is the newest."""
@@ -148,7 +149,7 @@ ROLE_ORDER = {role: n for n, role in enumerate((*ROLES, "launcher"))}
 def policy_facts(heads: list[Head], said: PolicyActive | None, now: float) -> PolicyFacts:
     """Facts from the plain fields of the newest entries of `policy`, oldest first (pure)."""
     ages: dict[int, float] = {}
-    facts: dict[str, Any] = {"announced_ages": ages}
+    facts: dict[str, Any] = {"announced_ages": ages, "entries": len(heads)}
     for head in sorted(heads, key=lambda h: id_key(h.id)):
         age, number = max(0.0, now - head.wall), _number(head.sample)
         match head.fields.get("type", ""):

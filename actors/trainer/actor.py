@@ -210,7 +210,8 @@ class Trainer:
             return None
         finally:
             del self._context.counters[STEP_BEGAN]
-        self._refused.worked()
+        if not result.skipped:
+            self._refused.worked()
         self._step_knobs, self._step_epoch = self._tuned.used
         asked_for = set(result.flags.get("removed", ()))  # by a function of the user's, which are counted
         for reason, found in result.flags.items():

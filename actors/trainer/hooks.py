@@ -10,7 +10,7 @@ from actors.runtime.contained import named
 from actors.runtime.hooks import load_hook
 from actors.runtime.run import Refused
 from actors.trainer.objective import PreparedBatch, TrainSample, policy_loss, prepare_batch
-from actors.trainer.objective.custom import HOOKS, LOSS, REDUCER
+from actors.trainer.objective.custom import HOOKS, LOSS, NO_GRADIENT, REDUCER
 from actors.trainer.objective_config import SIGNATURES, HookError, ObjectiveConfig, hooks_of
 
 LENGTHS = (3, 5, 1, 4, 6, 2)  # of the synthetic responses, two to a prompt
@@ -70,7 +70,7 @@ def _loss_and_gradient(
     micro = prepared.micro_batch(ids, new, entropy=torch.full((len(at),), 0.5).requires_grad_())
     value, _ = policy_loss(cfg, micro, prepared.norm())
     if not value.requires_grad:
-        raise HookError(field, path, "its result carries no gradient; do not detach what it is given")
+        raise HookError(field, path, NO_GRADIENT)
     value.backward()
     return value.detach(), torch.zeros_like(new) if new.grad is None else new.grad
 

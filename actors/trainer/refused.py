@@ -32,7 +32,7 @@ class RefusedBatches:
         self._intake = intake
         self._backend = backend
         self._in_thread = in_thread
-        remedy = "Look at the samples that `batch refused` names, and at the settings of the objective."
+        remedy = "Look at the samples that `batch refused` or `step skipped` is about, and at the settings of the objective."
         self._skipped: tuple[str, ...] = ()  # keys of the batch that was skipped last
         self._row = Row(context.clock.monotonic, "the training of a batch", remedy, most=MOST_REFUSED)
 
@@ -52,6 +52,7 @@ class RefusedBatches:
         )
         if again:
             await self._intake.give_up(tuple((key, "nonfinite_gradient") for key in keys), reissue=False)
+            self._row.failed(min(keys, default=""), "its gradient was not finite, and weights did not change")
 
     async def settle(self, batch: Batch, work: StepBatch, error: BatchRefused) -> None:
         """Give up the entries at fault. Raises RunEnds when there is no telling them apart, InvariantBroken after a step that is

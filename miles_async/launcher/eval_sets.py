@@ -11,6 +11,11 @@ from typing import Any
 
 import msgspec
 
+from actors.evaluator.schedule import Issued
+from actors.runtime.snapshot import readable
+from bus import Bus
+from bus.messages.control import EvalDone
+from bus.topology import EVAL_RESULTS
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.run import RunSettings
 
@@ -65,6 +70,13 @@ def eval_sets(settings: RunSettings) -> list[SetSpec]:
             remedy="Give each its own name under eval.datasets.",
         )  # fmt: skip
     return found
+
+
+async def is_evaluating(bus: Bus) -> bool:
+    """Whether samples of an evaluation are still under way: its results come in one commit."""
+    newest = [await readable(bus, entry) for entry in await bus.last(EVAL_RESULTS)]
+    done = max((message.asked_step for message in newest if isinstance(message, EvalDone)), default=-1)
+    return Issued.parse(await bus.state("eval")).step > done
 
 
 def _one(given: dict[str, Any], file: str) -> SetSpec:

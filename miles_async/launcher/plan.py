@@ -28,7 +28,7 @@ from miles_async import __version__
 from miles_async.launcher.engines import courier_spec, engine_specs, turn_spec
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.place import Place
-from miles_async.launcher.resume import load_dir, same
+from miles_async.launcher.resume import here, load_dir, same
 from miles_async.settings.addresses import without_credentials
 from miles_async.settings.catalog import catalog
 from miles_async.settings.custom_config import custom_config
@@ -95,6 +95,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         critic_load=place.critic_dir,
         opd_teacher_load=place.teacher_dir,
         offload_dir=place.run_dir,
+        save_debug_train_data=here(s.save_debug_train_data),
         offload_train_target="stay" if s.lend_trainer_gpus and not s.offload_train else s.offload_train_target,
         own=own,
     )
@@ -155,8 +156,9 @@ def _variables(settings: RunSettings) -> str:
     return json.dumps(FIXED_ORDER | json.loads(given or "{}"))
 
 
-def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]]:
-    """(actor name, room, its spec) in the order of start."""
+def room_specs(settings: RunSettings, place: Place, *, evaluating: bool = False) -> list[tuple[str, str, Any]]:
+    """(actor name, room, its spec) in the order of start. `evaluating`: an evaluation is under way; a run that is resumed without
+    data sets has an evaluator of none then, who gives it up."""
     r, c = settings.rollout, settings.ckpt
     lookahead = r.staleness_lookahead if r.staleness_policy == "wait" else 0
     rooms: list[tuple[str, str, Any]] = [
@@ -169,8 +171,10 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 backend=backend_config(settings, place),
                 weights_dir=place.weights_dir,
                 num_rollout=place.num_rollout,
-                save="" if c.no_save or settings.launch.debug_rollout_only else str(c.save),
-                load=load_dir(settings),
+                save="" if c.no_save or settings.launch.debug_rollout_only else here(c.save),
+                save_hf=here(c.save_hf),
+                save_trigger_sentinel=here(c.save_trigger_sentinel),
+                load=here(load_dir(settings)),
                 ckpt_step=None if c.finetune or same(c.load, c.save) else c.ckpt_step,  # there the tracker was moved
                 fingerprint=place.fingerprint,
                 courier=courier_spec(settings),
@@ -178,8 +182,8 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
                 lookahead=lookahead,
                 backend_name="none" if settings.launch.debug_rollout_only else settings.flat.train_backend,
                 ranks=1 if settings.launch.debug_rollout_only else settings.flat.train_ranks,
-                record=c.save_debug_rollout_data or "",
-                replay_from=c.load_debug_rollout_data or "",
+                record=here(c.save_debug_rollout_data),
+                replay_from=here(c.load_debug_rollout_data),
                 hook_values=custom_config(r.custom_config_path),
                 train_env_vars=_variables(settings),
             ),
@@ -239,7 +243,7 @@ def room_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, Any]
         return rooms[:1]  # --debug-train-only: the trainer alone, fed from files
     if r.environment_path:
         rooms.append(("environments", "environments", told(EnvironmentsSpec, settings.flat)))
-    if settings.flat.evaluates:
+    if settings.flat.evaluates or evaluating:
         rooms.append(("evaluator", "evaluator", _evaluator(settings, place)))
     return rooms
 

@@ -30,6 +30,11 @@ from miles_async.settings.load import load
 from miles_async.settings.run import RunSettings
 
 
+def here(path: Path | str | None) -> str:
+    """A path as it is meant where the run is started: a function of the user's may take its process to another folder."""
+    return str(Path(path).absolute()) if path else ""
+
+
 def load_dir(settings: RunSettings) -> str:
     """Parent directory of the checkpoints to resume from, empty for none: with --finetune only the run's own."""
     c = settings.ckpt

@@ -41,6 +41,7 @@ from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
 from miles_async.governor.govern import govern
 from miles_async.launcher.env_report import write_env_report
+from miles_async.launcher.eval_sets import is_evaluating
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.local import LocalPlacer, fork_servers
 from miles_async.launcher.lock import only_launcher
@@ -194,7 +195,7 @@ class Launcher:
         placer, budget = self._placer, settings.launch.restart_budget
         supervisor = Supervisor(placer, SystemClock(), budget=budget, furthest=lambda: furthest_step(bus, feed.history))
         recorder = ("recorder", "recorder", recorder_spec(settings, self._place))
-        for name, role, room in (recorder, *room_specs(settings, self._place)):
+        for name, role, room in (recorder, *room_specs(settings, self._place, evaluating=await is_evaluating(bus))):
             supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))
         if settings.launch.console != "none":
             print(starting((k.spec.role for k in supervisor.kept.values()), settings.rollout.rollout_batch_size), flush=True)

@@ -26,6 +26,7 @@ from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask,
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import ACTIVE, DEAD, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, EVENTS, POLICY
 from miles_async.console.lines import plain_line
+from miles_async.launcher.eval_sets import is_evaluating
 from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from tests.actors.house import messages, open_bus, put, running, until
@@ -104,6 +105,7 @@ async def test_a_measurement_is_named_after_the_version_that_made_most_of_it(
         [done] = await results(bus)
         assert (done.version, done.step, done.asked_step, done.versions) == (2, 1, 0, {1: 6, 2: 9})
         assert done.metrics["eval/held"] == 1.0 and done.metrics["eval/held/version_share"] == 0.6 and not done.error
+        assert not await is_evaluating(bus)
         assert (await shown(bus))[0] == (
             "eval held at step 1: 100.0% of 4 samples, 60.0% of their tokens by it, the others by versions 1 to 2"
         )
@@ -236,6 +238,27 @@ async def test_an_evaluation_that_other_data_sets_began_is_given_up(redis_url: s
             assert (done.name, done.asked, done.metrics["eval/new"], done.n_samples) == ("new", 1, 0.0, N)
             assert context.counters["evaluation_given_up"] == 6 and not await bus.length(DEAD)
             assert "given up" in next(m.text for m in await messages(bus, EVENTS) if m.kind == "evaluation")
+
+
+async def test_an_evaluation_is_given_up_by_a_run_that_has_no_more_data_sets(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    """Resumed without --eval-prompt-data, its samples lay on the bus for ever."""
+    save_tokenizer(tmp_path, ARITHMETIC)
+    (tmp_path / "old.jsonl").write_text('{"input": "1", "label": "1"}\n' * N)
+    data = data_of(path=f"{tmp_path}/old.jsonl", input_key="input", label_key="label", tokenizer_dir=str(tmp_path))
+    specs = [room_of(EvaluatorSpec, sets=sets, num_rollout=LAST) for sets in ((EvalSet(name="old", data=data),), ())]
+    async with open_bus(redis_url, run_name, knobs={"eval_interval": 1, "has_eval_data": True}) as bus:
+        async with running(bus, "evaluator", run, specs[0], run_dir=str(tmp_path)):
+            await put(bus, ACTIVE, active(0))
+            first, *rest = await issued(bus, N)
+        assert await is_evaluating(bus)
+        async with running(bus, "evaluator", run, specs[1], run_dir=str(tmp_path)) as context:
+            await put(bus, EVAL_SCORED, lost(first), *(answer(t, 1.0, VersionSpan(1, 0, 2)) for t in rest))
+
+            async def gone() -> bool:
+                return context.counters.get("evaluation_given_up") == N and not await bus.length(EVAL_SCORED)
+
+            await until(gone)
+        assert await bus.length(EVAL_PROMPTS) == N and not await bus.length(DEAD)
 
 
 async def test_a_second_score_of_a_sample_counts_once(redis_url: str, run_name: str, tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ def test_a_row_that_would_be_read_as_something_else_is_refused(
     assert "\n" not in str(caught.value) and "rows.jsonl" in str(caught.value)
 
 
+@pytest.mark.parametrize("path", ["gone.jsonl", "gone.jsonl@[-2:]"])
+def test_a_file_that_has_gone_is_named(path: str, tokenizer_dir: str) -> None:
+    with pytest.raises(Refused, match=r"gone.jsonl: no such file"):
+        load_prompts(data_of(path=path, tokenizer_dir=tokenizer_dir))
+
+
 def test_a_line_that_is_nested_too_deeply_is_refused_by_its_number(tmp_path: Path, tokenizer_dir: str) -> None:
     file = tmp_path / "rows.jsonl"
     deep = "[" * 100_000 + "]" * 100_000

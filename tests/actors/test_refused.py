@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,19 @@ async def test_batch_after_batch_of_bad_groups_ends_the_run_with_the_text(
         [error] = await train(bus, Picky(), tmp_path, monkeypatch, *(kept(g, bad=True) for g in range(1, 12)))
         assert isinstance(error, RunEnds) and "8 times in a row" in str(error) and "IndexError" in str(error)
         assert await bus.length(GROUPS) == 3
+
+
+class Overflows(Picky):
+    """Never has a finite gradient."""
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        return replace(super().train_step(batch), skipped=True)
+
+
+async def test_gradients_that_are_never_finite_end_the_run_before_they_use_up_the_prompts(
+    redis_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_bus(redis_url, run_name, knobs={"rollout_batch_size": 1, "global_batch_size": 2}) as bus:
+        [error] = await train(bus, Overflows(), tmp_path, monkeypatch, *(kept(g) for g in range(1, 12)))
+        assert isinstance(error, RunEnds) and "8 times in a row" in str(error) and "gradient was not finite" in str(error)
+        assert (await read_accounts(bus)).dropped == {"nonfinite_gradient": 16}

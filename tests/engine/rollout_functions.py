@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ def first_time(args: Any, what: str) -> bool:
 
 
 def returns_all(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Groups:
-    assert rollout_id >= 0 and not evaluation
+    assert rollout_id >= 0 and not evaluation and data_source.get_samples(0) == []
     return made(args, data_source.get_samples(2))
 
 
@@ -133,6 +134,29 @@ def cut(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) 
 def retokenised(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Groups:
     groups = made(args, data_source.get_samples(2))
     groups[0][0].tokens[-1] += 1
+    return groups
+
+
+def of_text(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Groups:
+    groups = made(args, data_source.get_samples(2))
+    groups[0][0].response_length = "3"
+    return groups
+
+
+def unsendable(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Groups:
+    groups = made(args, data_source.get_samples(2))
+    groups[0][0].metadata = {"said": "\udcff"}
+    return groups
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str = "a"
+
+
+def unreadable(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Groups:
+    groups = made(args, data_source.get_samples(2))
+    groups[0][0].metadata = {Key(): 3}
     return groups
 
 

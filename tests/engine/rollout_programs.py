@@ -225,6 +225,10 @@ async def retokenised(args: Any, sample: Any, sampling_params: dict[str, Any]) -
     return done
 
 
+async def forgets_to_return(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    await generate(args, sample, sampling_params)
+
+
 async def side_by_side(task: Task, session: Session) -> list[Trajectory]:
     """Two turns at once behind a first one; what fails once is asked again from the journal."""
     first = await session.generate(task.prompt)

@@ -295,6 +295,7 @@ async def test_histories_that_were_rewritten_are_trajectories_of_one_sample(redi
         ("says", "the rollout program returned 'lease' for g/0, no list of trajectories"),
         ("twice", "is in two trajectories, or twice in one"),
         ("retokenised", "are not what the engine answered"),
+        ("forgets_to_return", "g/0: the function returned None, not its sample or a list of samples"),
         ("cooler", "asks for temperature 0.5, its task has 1.0"),
         ("forgets_each_time", "g/0 has 300 trajectories, and each is trained with all it read: at most 256 are taken"),
         ("invented", "as the model's that no call of this session made"),

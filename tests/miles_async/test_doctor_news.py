@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from bus import Bus
+from bus import Bus, Out
 from bus.messages.base import Message
 from bus.messages.codec import encode
 from bus.messages.control import Event
-from bus.topology import EVENTS
+from bus.messages.policy import GroupsGivenUp
+from bus.topology import EVENTS, POLICY
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.scene import MOST, NEWS_S, OfLate, read_scene
 from tests.miles_async.console_data import Story, config, vitals
@@ -68,3 +69,11 @@ async def test_who_looks_again_reads_what_came_since_and_knows_what_a_first_look
         bus.link.server_restarts += 1
         await past(bus, (60.0, ended("filter")))
         assert [e.text.split()[0] for e in await again.news(bus, now)] == ["filter"]
+
+
+async def test_a_policy_log_whose_newest_words_are_of_groups_given_up_is_not_gone(redis_url, run_name) -> None:
+    async with Bus(config(redis_url, run_name)) as bus:
+        story = Story(bus)
+        await story.whole()
+        await bus.append([Out(POLICY, GroupsGivenUp(groups=((f"g{n}", "refused"),))) for n in range(80)])
+        assert "stream gone" not in {f.rule for f in diagnose(await read_scene(bus))}

@@ -234,3 +234,16 @@ def test_what_rooms_wait_for_and_read_is_what_the_settings_say() -> None:
         reward = rooms(**fields)["reward-0"]
         assert (reward.reward_key, reward.eval_reward_key, reward.skip_special_tokens) == (*keys, True)
     assert not rooms(rollout_skip_special_tokens=False)["reward-0"].skip_special_tokens
+    assert "evaluator" not in rooms()
+    assert [room.sets for name, _, room in room_specs(make(), place, evaluating=True) if name == "evaluator"] == [()]
+
+
+def test_what_the_trainer_writes_lies_where_the_run_was_started_in() -> None:
+    """A function that changed the folder of its process had the checkpoints written to another place."""
+    place = Place(run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f")
+    given = {"save": "ck", "load": "ck", "save_hf": "hf/{rollout_id}", "save_debug_rollout_data": "b/{rollout_id}"}
+    given |= {"save_debug_train_data": "t/{rollout_id}_{rank}", "save_trigger_sentinel": "now"}
+    trainer: Any = {name: room for name, _, room in room_specs(make(**given), place)}["trainer"]
+    told = (trainer.save, trainer.load, trainer.save_hf, trainer.record, trainer.backend.save_debug_train_data)
+    assert [os.path.relpath(path) for path in (*told, trainer.save_trigger_sentinel)] == [*map(str, given.values())]
+    assert all(map(os.path.isabs, (*told, trainer.save_trigger_sentinel)))

@@ -46,7 +46,36 @@ def picky(args, batch, log_probs, reducer):
     return reinforce(args, batch, log_probs, reducer)
 
 
+def meddling(args, batch, log_probs, reducer):
+    """The same; and it changes all that it can reach."""
+    found = reinforce(args, batch, log_probs, reducer)
+    with torch.no_grad():
+        for given in (log_probs, batch.mask, batch.weights, batch.rollout_logp):
+            given.zero_()
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return found
+
+
+def lopsided(args, batch, log_probs, reducer):
+    """One metric more where it meets a certain sample."""
+    loss, metrics = reinforce(args, batch, log_probs, reducer)
+    return loss, metrics | ({"thirteen": reducer(torch.ones_like(log_probs))} if 13 in batch.lengths else {})
+
+
 # -- wrong ones
+
+
+def walks_itself(args, batch, log_probs, reducer):
+    found = reinforce(args, batch, log_probs, reducer)
+    found[0].backward()
+    return found
+
+
+def breaks_later(args, batch, log_probs, reducer):
+    loss, metrics = reinforce(args, batch, log_probs, reducer)
+    loss.register_hook(lambda gradient: 1 / 0)
+    return loss, metrics
 
 
 def three_arguments(args, batch, log_probs):
@@ -75,6 +104,15 @@ def not_a_number(args, batch, log_probs, reducer):
 
 def per_sample_advantages(args, inputs):
     return inputs.rewards, inputs.rewards
+
+
+def on_another_device(args, inputs):
+    a = inputs.rewards[inputs.index].to("meta")
+    return a, a
+
+
+def detached_tis(*, pg_loss, loss_masks, **more):
+    return pg_loss.detach(), loss_masks, {}
 
 
 def too_few_rewards(args, samples):

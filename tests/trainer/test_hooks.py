@@ -22,6 +22,7 @@ from actors.trainer.objective.custom import HOOKS
 from actors.trainer.objective_config import SIGNATURES, HookError
 from actors.trainer.torch_backend import TorchBackend
 from tests.declared import objective_of
+from tests.trainer import hook_samples
 from tests.warm.launched import warmed
 
 HERE = "tests.trainer.hook_samples."
@@ -35,6 +36,8 @@ BAD = [
     (LOSS, "mean_of_micro_batch", "depend on packing"),
     (LOSS, "not_a_number", "not finite"),
     (ADVANTAGE, "per_sample_advantages", r"advantages is torch.float64 \[6\], expected a float tensor \[21\]"),
+    (ADVANTAGE, "on_another_device", "advantages lies on meta, what it was given on cpu"),
+    (TIS, "detached_tis", "carries no gradient"),
     (REWARDS, "too_few_rewards", "raw rewards are not 6 numbers"),
     (TIS, "no_metrics", r"expected a tuple \(pg_loss, loss_masks, metrics\)"),
     (TIS, "integer_masks_lost", "not a list of 6 tensors"),
@@ -168,6 +171,37 @@ def test_a_function_that_fails_at_work_refuses_the_batch_and_changes_nothing(
     with pytest.raises(BatchRefused, match=r"custom_advantage_function_path.*raised Mute: its text cannot be made"):
         backend.train_step(make_batch(1))
     assert backend.weights_hash() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("detached", "carries no gradient"), ("walks_itself", "gradient raised Runtime"), ("breaks_later", "gradient raised Zero")],
+)
+def test_a_loss_that_cannot_be_gone_back_through_at_work_is_named(
+    name: str, said: str, make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    backend = make_backend(objective={"correction": "none", LOSS: HERE + "reinforce"})
+    before = backend.weights_hash()
+    monkeypatch.setitem(HOOKS, HERE + "reinforce", getattr(hook_samples, name))
+    with pytest.raises(BatchRefused, match=f"custom_loss_function_path.*{said}"):
+        backend.train_step(make_batch(1))
+    assert backend.weights_hash() == before and said in backend.refuses(make_batch(1))
+
+
+def test_what_a_loss_changes_stays_its_own(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def done() -> tuple[str, dict[str, float]]:
+        backend = make_backend(objective={"correction": "none", LOSS: HERE + "reinforce"})
+        monkeypatch.setitem(HOOKS, HERE + "reinforce", loss)
+        metrics = [backend.train_step(make_batch(1, step=step)).metrics for step in (0, 1)][-1]
+        return backend.weights_hash(), {k: v for k, v in metrics.items() if not k.endswith("_s")}
+
+    loss: Any = hook_samples.reinforce
+    plain = done()
+    loss = hook_samples.meddling
+    assert done() == plain
 
 
 def test_the_dry_run_answers_in_json_whatever_the_hook_prints(warm: Path | None) -> None:

@@ -249,6 +249,15 @@ def test_a_fault_of_one_rank_is_heard_by_all_and_none_waits(
     assert pair.train_step(make_batch(0)).metrics["train/updates"] == 1
 
 
+def test_a_metric_that_one_rank_alone_names_is_added_up(pair: TorchBackend, make_config: Config, make_batch: Batch) -> None:
+    pair.setup(make_config(objective={"correction": "none", "custom_loss_function_path": "tests.trainer.hook_samples.lopsided"}))
+    batches = [make_batch(seed) for seed in range(40)]
+    n_long = [sum(s.train.response_length == 13 for s in batch.samples) for batch in batches]
+    for batch in [batch for batch, n in zip(batches, n_long, strict=True) if n == 1][:6]:
+        assert pair.train_step(batch).metrics["train/thirteen"] > 0
+    assert "train/thirteen" not in pair.train_step(batches[n_long.index(0)]).metrics
+
+
 @pytest.fixture
 def own(pair: TorchBackend, make_config: Config) -> RankedBackend:
     """The same two processes with a library of the user's own."""

@@ -11,6 +11,7 @@ SGLang's `/generate` does. Tokens with mask 1 must be what it answered, id by id
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,12 +19,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actors.generation.rollouts import Program, Segment, Session, Task, Trajectory, env
+from actors.runtime.contained import named
 from actors.runtime.hooks import load_hook
 from actors.runtime.miles import Decode, MilesSample, Status
 from bus.errors import Poison
 from bus.messages.samples import Sampling
 
 SIGNATURE = "(task, session) -> list of Trajectory; or Miles' (args, sample, sampling_params) -> sample; async def"
+FILLED = ("tokens", "response_length", "loss_mask", "metadata")
 Values = Callable[[], Mapping[str, Any]]
 
 
@@ -58,6 +61,8 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
         else:
             found = await hook(args, sample, params)
         samples = found if isinstance(found, list) else [found]
+        if strange := [one for one in samples if not hasattr(one, "status")]:
+            raise Poison(f"{task.sample_id}: the function returned {strange[0]!r:.60}, not its sample or a list of samples")
         return [asked.trajectory(one, task) for one in samples if one.status not in (Status.ABORTED, "aborted")]
 
     program.resumable = getattr(hook, "resumable", True)  # type: ignore[attr-defined]
@@ -125,9 +130,14 @@ def trajectory_of(
 ) -> Trajectory:
     """A sample that a function of Miles' filled. Its tokens with mask 1 are found among `turns`, which they are taken out of; `own`
     makes a turn that was found one of this sample's session. Raises Poison."""
-    n = sample.response_length
-    tokens, response = list(sample.tokens), list(sample.tokens[len(sample.tokens) - n :])
-    mask = [1] * n if sample.loss_mask is None else list(sample.loss_mask)
+    try:
+        n, tokens = operator.index(sample.response_length), list(sample.tokens)
+        mask = [1] * n if sample.loss_mask is None else list(sample.loss_mask)
+        metadata = _encodable(sample.metadata, task.metadata)
+    except (TypeError, AttributeError) as error:
+        given = ", ".join(f"{name} {getattr(sample, name, None)!r:.30}" for name in FILLED)
+        raise Poison(f"{task.sample_id}: no sample is made of {given}: {named(error)}") from error
+    response = tokens[len(tokens) - n :]
     if not 0 <= n <= len(tokens) or len(mask) != n:
         raise Poison(f"{task.sample_id}: {len(tokens)} tokens, response_length {n} and {len(mask)} of mask do not fit")
     segments: list[Segment] = []
@@ -148,7 +158,7 @@ def trajectory_of(
                 )
             segments.append(own(said).first(end - at))
             at += min(end - at, len(said.turn))
-    return Trajectory(tokens[:begin], segments, sample.reward, _encodable(sample.metadata, task.metadata))
+    return Trajectory(tokens[:begin], segments, sample.reward, metadata)
 
 
 def _found(before: list[int], run: list[int], turns: list[Said]) -> Said | None:

@@ -185,8 +185,9 @@ class RolloutFunction:
         key = http.headers.get("Authorization", "").removeprefix("Bearer ")
         if not self._key or not secrets.compare_digest(key, self._key):
             return web.Response(status=401)
-        told = msgspec.msgpack.decode(await http.read())
+        body = await http.read()
         try:
+            told = msgspec.msgpack.decode(body)
             answer = await {"next": self._next, "get": self._get, "add": self._add}[http.match_info["verb"]](told)
         except Exception as error:  # noqa: BLE001 - whatever may be wrong with what it made
             text = str(error) if isinstance(error, Wrong | Poison) else said(error)

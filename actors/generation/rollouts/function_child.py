@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from actors.runtime.contained import lose_prints
+from actors.runtime.contained import lose_prints, named
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.miles import MilesSample, Status
 from actors.runtime.whole import said
@@ -55,6 +55,8 @@ class Source:
         self._call = call
 
     def get_samples(self, num_samples: int) -> list[list[MilesSample]]:
+        if num_samples < 1:
+            return []
         return [[_sample(fields) for fields in group] for group in self._call("get", n=num_samples)]
 
     def add_samples(self, samples: list[Any]) -> None:
@@ -83,7 +85,10 @@ def encoded(groups: Any) -> bytes:
             return value.tolist()
         raise Wrong(f"a sample with {type(value).__name__} {str(value)[:60]!r}, which cannot be sent")
 
-    return msgspec.msgpack.encode(groups, enc_hook=plain)
+    try:
+        return msgspec.msgpack.encode(groups, enc_hook=plain)
+    except (ValueError, OverflowError, RecursionError, TypeError) as error:  # no Unicode, too large, too deep
+        raise Wrong(f"samples that cannot be sent: {named(error)}") from error
 
 
 def sent(groups: Any) -> list[list[list[dict[str, Any]]]]:

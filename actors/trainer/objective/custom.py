@@ -2,14 +2,16 @@
 
 A function is looked up in HOOKS, which `actors.trainer.hooks.install` fills before settings are checked. Always true: what
 leaves this file has the shapes that the rest of the objective relies on, and anything else is a HookError that names the
-setting. Values lie on the device of the step. Signatures: `objective_config.SIGNATURES`; they follow reference section 3.
+setting; a function sees copies, and what it switches in torch is switched back. Of a loss, the gradient is taken here: what it is
+made of is the function's own, and fails under its name. Values lie on the device of the step. Signatures:
+`objective_config.SIGNATURES`; they follow reference section 3.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -30,24 +32,37 @@ ADVANTAGE = "custom_advantage_function_path"
 TIS = "custom_tis_function_path"
 REDUCER = "custom_pg_loss_reducer_function_path"
 REWARDS = "custom_reward_post_process_path"
+NO_GRADIENT = "its result carries no gradient; do not detach what it is given"
 
 
 def _call(field: str, cfg: ObjectiveConfig, *args: Any, **named: Any) -> Any:
+    dtype = torch.get_default_dtype()
     try:
-        return HOOKS[getattr(cfg, field)](*args, **named)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # as it is; and so it is again afterwards
+            return HOOKS[getattr(cfg, field)](*args, **named)
     except BaseException as error:  # the user's code may raise anything, and sys.exit would end the trainer as if it were done
         raise HookError.of(error, field, getattr(cfg, field)) from error
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def _copied(x: Any) -> Any:
+    """A struct with tensors of its own; gradient flows through them."""
+    own = {f.name: v.clone() for f in fields(x) if isinstance(v := getattr(x, f.name), Tensor)}
+    return replace(x, **own)
 
 
 def _wrong(field: str, cfg: ObjectiveConfig, problem: str) -> HookError:
     return HookError(field, getattr(cfg, field), problem)
 
 
-def _tensor(x: Any, what: str, shape: tuple[int, ...], field: str, cfg: ObjectiveConfig) -> Tensor:
-    """`x`, if it is a floating tensor of that shape."""
+def _tensor(x: Any, what: str, shape: tuple[int, ...], field: str, cfg: ObjectiveConfig, like: Tensor | None = None) -> Tensor:
+    """`x`, if it is a floating tensor of that shape, on the device of `like`."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or tuple(x.shape) != shape:
         got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise _wrong(field, cfg, f"{what} is {got}, expected a float tensor {list(shape)}")
+    if like is not None and x.device != like.device:
+        raise _wrong(field, cfg, f"{what} lies on {x.device}, what it was given on {like.device}")
     return x
 
 
@@ -58,8 +73,8 @@ def _pair(x: Any, what: str, n: int, field: str, cfg: ObjectiveConfig) -> Sequen
 
 
 def _metrics(x: Any, shape: tuple[int, ...], field: str, cfg: ObjectiveConfig) -> dict[str, Tensor]:
-    if not isinstance(x, dict) or not all(isinstance(name, str) for name in x):
-        raise _wrong(field, cfg, f"metrics are {type(x).__name__}, expected a dict of tensors by name")
+    if not isinstance(x, dict) or not all(isinstance(name, str) and name.isprintable() for name in x):
+        raise _wrong(field, cfg, f"metrics are {type(x).__name__}, expected a dict of tensors by printable names")
     return {name: _tensor(v, f"metric {name!r}", shape, field, cfg).detach() for name, v in x.items()}
 
 
@@ -72,7 +87,7 @@ def post_processed_rewards(
     """(raw, processed) rewards [S] in place of the group baseline. Samples at `missing` have no reward and are not shown;
     they and those whose processed reward is not finite get None."""
     shown = [i for i in range(len(samples)) if i not in missing]
-    given = [replace(samples[i], reward=rewards[i]) for i in shown]
+    given = [replace(_copied(samples[i]), reward=rewards[i]) for i in shown]
     result = _pair(_call(REWARDS, cfg, cfg, given), "(raw, processed)", 2, REWARDS, cfg)
     columns: list[list[float | None]] = []
     for what, column in zip(("raw", "processed"), result, strict=True):
@@ -100,9 +115,9 @@ def _plain(x: Any) -> Any:
 def advantages(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """(advantages, returns), float64 [T], 0 at masked tokens, finite."""
     shape = (x.mask.numel(),)
-    parts = _pair(_call(ADVANTAGE, cfg, cfg, x), "(advantages, returns)", 2, ADVANTAGE, cfg)
+    parts = _pair(_call(ADVANTAGE, cfg, cfg, _copied(x)), "(advantages, returns)", 2, ADVANTAGE, cfg)
     named = zip(("advantages", "returns"), parts, strict=True)
-    found = [keep(x.mask, _tensor(v, name, shape, ADVANTAGE, cfg).detach().double()) for name, v in named]
+    found = [keep(x.mask, _tensor(v, name, shape, ADVANTAGE, cfg, x.mask).detach().double()) for name, v in named]
     if not torch.isfinite(torch.stack(found)).all():
         raise _wrong(ADVANTAGE, cfg, "a trained token's value is not finite")
     return found[0], found[1]
@@ -127,7 +142,7 @@ def corrected(
         TIS,
         cfg,
         args=cfg,
-        pg_loss=loss,
+        pg_loss=loss.clone(),
         train_log_probs=_rows(keep(known, old_logp), mb),
         rollout_log_probs=_rows(keep(known, rollout_logp), mb),
         loss_masks=_rows(masks, mb),
@@ -144,7 +159,10 @@ def corrected(
             raise _wrong(TIS, cfg, f"a loss mask is not a tensor [{n}] like the one given")
     shape = (loss.numel(),)
     still = torch.cat([m != 0 for m in kept]) & known if kept else known
-    return _tensor(weighted, "pg_loss", shape, TIS, cfg), still, _metrics(metrics, shape, TIS, cfg)
+    weighted = _tensor(weighted, "pg_loss", shape, TIS, cfg, loss)
+    if loss.requires_grad and not weighted.requires_grad:
+        raise _wrong(TIS, cfg, NO_GRADIENT)
+    return weighted, still, _metrics(metrics, shape, TIS, cfg)
 
 
 def reducer(cfg: ObjectiveConfig, mb: LossInputs, mask: Tensor) -> Callable[[Tensor], Tensor]:
@@ -158,18 +176,61 @@ def reducer(cfg: ObjectiveConfig, mb: LossInputs, mask: Tensor) -> Callable[[Ten
         raise _wrong(REDUCER, cfg, f"returned {type(own).__name__}, expected a function from a tensor [T] to one []")
 
     def reduce(x: Tensor) -> Tensor:
-        try:
-            value = own(keep(mask, x))
-        except BaseException as error:
-            raise HookError.of(error, REDUCER, getattr(cfg, REDUCER), "its reducer") from error
-        return _tensor(value, "the reduced loss", (), REDUCER, cfg)
+        with torch.enable_grad():
+            kept = keep(mask, x)
+            leaf = kept.detach().clone().requires_grad_()
+            try:
+                value = own(leaf)
+            except BaseException as error:
+                raise HookError.of(error, REDUCER, getattr(cfg, REDUCER), "its reducer") from error
+            return _done(_tensor(value, "the reduced loss", (), REDUCER, cfg), [(kept, leaf)], mask, REDUCER, cfg)
 
     return reduce
 
 
 def loss(cfg: ObjectiveConfig, mb: LossInputs, usable: Tensor, old_logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """(loss [], undivided, with gradient; detached sums []) of the user's loss, in place of everything in `loss.py`."""
-    batch = replace(mb, mask=usable, old_logp=old_logp)
-    result = _call(LOSS, cfg, cfg, batch, mb.new_logp, reducer(cfg, batch, usable))
-    value, metrics = _pair(result, "(loss, metrics)", 2, LOSS, cfg)
-    return _tensor(value, "the loss", (), LOSS, cfg), _metrics(metrics, (), LOSS, cfg)
+    batch = _copied(replace(mb, mask=usable, old_logp=old_logp))
+    given = [x for x in (mb.new_logp, mb.entropy) if x is not None]
+    with torch.enable_grad():
+        leaves = [x.detach().clone().requires_grad_() for x in given]
+        batch = replace(batch, new_logp=leaves[0], entropy=leaves[1] if leaves[1:] else None)
+        result = _call(LOSS, cfg, cfg, batch, leaves[0], reducer(cfg, mb, usable))
+        value, metrics = _pair(result, "(loss, metrics)", 2, LOSS, cfg)
+        value, metrics = _tensor(value, "the loss", (), LOSS, cfg), _metrics(metrics, (), LOSS, cfg)
+        return _done(value, list(zip(given, leaves, strict=True)), usable, LOSS, cfg), metrics
+
+
+def _done(
+    value: Tensor, inputs: Sequence[tuple[Tensor, Tensor]], mask: Tensor, field: str, cfg: ObjectiveConfig
+) -> Tensor:
+    """What a function of the user's made of copies ([T], the second of each pair), with its gradient by what they are copies of."""
+    found: Sequence[Tensor | None] = (None,) * len(inputs)
+    if value.requires_grad:
+        try:
+            found = torch.autograd.grad(value, [leaf for _, leaf in inputs], allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except BaseException as error:
+            raise HookError.of(error, field, getattr(cfg, field), "its gradient") from error
+    if all(g is None for g in found) and mask.any():
+        raise _wrong(field, cfg, NO_GRADIENT)
+    total = value.detach()
+    for (x, _), g in zip(inputs, found, strict=True):
+        if g is not None:
+            total = total + _Known.apply(x, g)
+    return total
+
+
+class _Known(torch.autograd.Function):
+    """0, with a gradient by `x` that is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return upstream[0] * gradient, None

@@ -263,7 +263,7 @@ def _one_step(
     if not finite:
         tally.skipped.append(step)
         tally.flags.setdefault("nonfinite_gradient", []).extend(prepared.sample_ids[i] for i in step.samples)
-    report = finish(_over_ranks(core, totals), norm, per_token=cfg.reduction == "per_token")
+    report = finish(_over_ranks(core, cfg, totals), norm, per_token=cfg.reduction == "per_token")
     if report.get("nonfinite_tokens", 0) > 0:
         for inputs in seen.values():
             bad = name_nonfinite(inputs.new_logp, inputs.mask, inputs.index, inputs.sample_ids)
@@ -272,11 +272,16 @@ def _one_step(
     tally.metrics.append(report | norms)
 
 
-def _over_ranks(core: Core, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+def _over_ranks(core: Core, cfg: ObjectiveConfig, totals: dict[str, Tensor]) -> dict[str, Tensor]:
     """The step's sums over all ranks, on the CPU."""
     here = {name: value.cpu() for name, value in totals.items()}
     if core.n_ranks == 1:
         return here
+    if cfg.custom_loss_function_path or cfg.custom_tis_function_path:  # ranks add up by place, and it may name what others do not
+        known: set[str] = set()
+        while said := core.first_fault("\0".join(sorted(here.keys() - known))):
+            known.update(said.partition(": ")[2].split("\0"))
+        here |= {name: torch.zeros(()) for name in known - here.keys()}
     sums, tops = flatten(here)
     return unflatten(here, core.total(sums), core.largest(tops))
 

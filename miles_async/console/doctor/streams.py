@@ -102,11 +102,8 @@ def lost_streams(scene: Scene) -> Iterator[Finding]:
             )
             yield Finding("error", "stream gone", stream.name, text)
     served = max((a.vitals.version for a in scene.snapshot.of_role("generation") if a.life == "alive"), default=-1)
-    gone_logs = [
-        name
-        for name, empty in (("knobs", not scene.knobs), ("policy", served >= 0 > scene.snapshot.policy.announced))
-        if empty
-    ]
+    logs = {"knobs": bool(scene.knobs), "policy": scene.snapshot.policy.entries > 0}
+    gone_logs = [name for name, has_some in logs.items() if not has_some]
     if gone_logs and served >= 0:
         text = (
             f"{' and '.join(gone_logs)} is empty on Redis although workers serve version {served}: somebody deleted it. Stop the "
