@@ -60,10 +60,8 @@ def eval_sets(settings: RunSettings) -> list[SetSpec]:
     found = [_one(base | defaults | table, e.eval_config) for table in tables]
     names = [one.name for one in found]
     if not found or len(set(names)) < len(names):
-        raise SettingsError(
-            "two data sets have one name" if found else "it names no data set", field="eval_config", value=e.eval_config,
-            remedy="Give each its own name under eval.datasets.",
-        )  # fmt: skip
+        why = "two data sets have one name" if found else "it names no data set"
+        raise settings.flat.refusal("eval_config", why, "Give each its own name under eval.datasets.")
     return found
 
 

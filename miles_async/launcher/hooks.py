@@ -160,12 +160,8 @@ def check_quantization(settings: RunSettings) -> None:
     try:
         read_scheme(config)
     except ValueError as error:
-        raise SettingsError(
-            str(error),
-            field="hf_checkpoint",
-            value=settings.model.hf_checkpoint,
-            remedy="Give a plain (bfloat16) or block-scaled FP8 directory of this model.",
-        ) from None
+        remedy = "Give a plain (bfloat16) or block-scaled FP8 directory of this model."
+        raise settings.flat.refusal("hf_checkpoint", str(error), remedy) from None
 
 
 def check_architecture(settings: RunSettings) -> None:

@@ -85,12 +85,9 @@ def check_host(settings: RunSettings) -> None:
         with tempfile.TemporaryFile(dir=run_dir) as probe:
             probe.write(b"\0")
     except OSError as error:
-        raise SettingsError(
-            f"cannot write to {run_dir.absolute()}: {(error.strerror or str(error)).lower()}",
-            field="runs_dir",
-            value=settings.launch.runs_dir,
-            remedy="Free space there, make it writable for this user, or choose another --runs-dir.",
-        ) from None
+        why = f"cannot write to {run_dir.absolute()}: {(error.strerror or str(error)).lower()}"
+        remedy = "Free space there, make it writable for this user, or choose another --runs-dir."
+        raise settings.flat.refusal("runs_dir", why, remedy) from None
     if settings.launch.launcher == "ray":
         _check_ray(settings.launch.ray_address)
 
@@ -242,12 +239,8 @@ def num_rollout(settings: RunSettings, directory: Path) -> int:
     prompts = load_prompts(training_data(settings, str(directory), stop_tokens(settings, directory))).prompts
     steps = int(r.num_epoch or 1) * len(prompts) // r.rollout_batch_size
     if steps < 1:
-        raise SettingsError(
-            f"{len(prompts)} prompts make no batch of {r.rollout_batch_size}",
-            field="num_epoch",
-            value=r.num_epoch,
-            remedy="Lower --rollout-batch-size or raise --num-epoch.",
-        )
+        why = f"{len(prompts)} prompts make no batch of {r.rollout_batch_size}"
+        raise settings.flat.refusal("num_epoch", why, "Lower --rollout-batch-size or raise --num-epoch.")
     return steps
 
 
@@ -384,9 +377,6 @@ async def check_alone(bus: Bus, settings: RunSettings, place: Place, known: Iden
 def check_same(settings: RunSettings, place: Place, fingerprint: str, run_dir: str) -> None:
     """SettingsError when what is known of a run is of other data or group settings than these."""
     if fingerprint not in ("", place.fingerprint):
-        raise SettingsError(
-            f"there is a run of this name with other data or group settings, begun in {run_dir}",
-            field="name",
-            value=settings.launch.name,
-            remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
-        )
+        why = f"there is a run of this name with other data or group settings, begun in {run_dir}"
+        remedy = "Choose another --name, or rerun with the settings it began with. Nothing was changed."
+        raise settings.flat.refusal("name", why, remedy)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.trainer.objective_estimators import ESTIMATORS
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import refusal
 from miles_async.settings.megatron_fields import asked_for
 
 Values = dict[str, Any]
@@ -32,30 +32,18 @@ def solve_four_knobs(
     if global_batch_size is None:
         steps = num_steps_per_rollout or 1
         if total % steps:
-            raise SettingsError(
-                f"{product} does not divide into {steps} steps",
-                field="num_steps_per_rollout",
-                value=steps,
-                remedy=f"Set num_steps_per_rollout to a divisor of {total}, e.g. {_divisor(total, steps)}.",
-            )
+            remedy = f"Set num_steps_per_rollout to a divisor of {total}, e.g. {_divisor(total, steps)}."
+            raise refusal("num_steps_per_rollout", steps, f"{product} does not divide into {steps} steps", remedy)
         return total // steps, steps
     if num_steps_per_rollout is None:
         if total % global_batch_size:
-            raise SettingsError(
-                f"{product} is not a multiple of it",
-                field="global_batch_size",
-                value=global_batch_size,
-                remedy=f"Set global_batch_size to a divisor of {total}, e.g. {_divisor(total, global_batch_size)}.",
-            )
+            remedy = f"Set global_batch_size to a divisor of {total}, e.g. {_divisor(total, global_batch_size)}."
+            raise refusal("global_batch_size", global_batch_size, f"{product} is not a multiple of it", remedy)
         return global_batch_size, total // global_batch_size
-    if global_batch_size * num_steps_per_rollout != total:
-        raise SettingsError(
-            f"global_batch_size * num_steps_per_rollout = {global_batch_size} * {num_steps_per_rollout} = "
-            f"{global_batch_size * num_steps_per_rollout}, but {product}",
-            field="global_batch_size",
-            value=global_batch_size,
-            remedy="Leave out global_batch_size or num_steps_per_rollout, and it follows.",
-        )
+    if (given := global_batch_size * num_steps_per_rollout) != total:
+        made = f"global_batch_size * num_steps_per_rollout = {global_batch_size} * {num_steps_per_rollout} = {given}"
+        remedy = "Leave out global_batch_size or num_steps_per_rollout, and it follows."
+        raise refusal("global_batch_size", global_batch_size, f"{made}, but {product}", remedy)
     return global_batch_size, num_steps_per_rollout
 
 
@@ -67,13 +55,9 @@ def one_step_per_rollout(*, total: int, global_batch_size: int | None, num_steps
         ("num_steps_per_rollout", num_steps_per_rollout, 1),
     ):
         if value not in (None, implied):
-            raise SettingsError(
-                f"use_dynamic_global_batch_size = true makes one step of what arrives, up to rollout_batch_size * "
-                f"n_samples_per_prompt = {total}",
-                field=field,
-                value=value,
-                remedy=f"Leave out {field} or use_dynamic_global_batch_size.",
-            )
+            most = f"rollout_batch_size * n_samples_per_prompt = {total}"
+            why = f"use_dynamic_global_batch_size = true makes one step of what arrives, up to {most}"
+            raise refusal(field, value, why, f"Leave out {field} or use_dynamic_global_batch_size.")
 
 
 def _divisor(total: int, near: int) -> int:

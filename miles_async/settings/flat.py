@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 from miles_async.settings.derive import SUPERVISED, needs_whole_groups, solve_four_knobs
+from miles_async.settings.errors import SettingsError
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 HOOK_FIELDS = (
@@ -46,6 +47,10 @@ class Flat:
             return self.values[name]
         except KeyError:
             raise AttributeError(f"no setting is called {name}") from None
+
+    def refusal(self, field: str, problem: str, remedy: str) -> SettingsError:
+        """The error of a rule that a setting breaks, with its value."""
+        return SettingsError(problem, field=field, value=self.values[field], remedy=remedy)
 
     def changed(self, patch: Mapping[str, Any]) -> Flat:
         """With a patch, and what follows from it. SettingsError when the four knobs disagree."""
