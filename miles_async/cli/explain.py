@@ -92,10 +92,12 @@ def _looked_at(function: FunctionType, seen: set[Any]) -> set[str]:
 
 
 def _words(code: CodeType) -> set[str]:
-    found = set(code.co_names)
-    for constant in code.co_consts:
+    found, constants = set(code.co_names), list(code.co_consts)
+    for constant in constants:
         if isinstance(constant, CodeType):
             found |= _words(constant)
-        elif isinstance(constant, str | tuple):
-            found |= {constant} if isinstance(constant, str) else {item for item in constant if isinstance(item, str)}
+        elif isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, tuple):
+            constants += constant
     return found

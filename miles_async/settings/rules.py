@@ -31,12 +31,7 @@ Rule = Callable[[Flat], None]
 
 
 def four_knobs_agree(s: Flat) -> None:
-    solve_four_knobs(
-        rollout_batch_size=s.rollout_batch_size,
-        n_samples_per_prompt=s.n_samples_per_prompt,
-        global_batch_size=s.global_batch_size,
-        num_steps_per_rollout=s.num_steps_per_rollout,
-    )
+    solve_four_knobs(s.values, s.global_batch_size, s.num_steps_per_rollout)
 
 
 def run_length_is_known(s: Flat) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from miles_async.settings.derive import reward_hook
 from miles_async.settings.errors import listing
 from miles_async.settings.flat import Flat
 
@@ -25,7 +26,7 @@ def parts_have_a_turn(s: Flat) -> None:
         why = "with max_weight_staleness = 0 every batch is of one version, and no group has a turn to be split on"
         raise s.refusal("staleness_policy", why, "Leave it out, or set max_weight_staleness to 1 or more.")
     if s.needs_whole_groups:
-        needs = s.reward_hook or f"advantage_estimator {s.advantage_estimator}"
+        needs = reward_hook(s.values) or f"advantage_estimator {s.advantage_estimator}"
         why = f"it trains parts of groups, and {needs} needs all rewards of a group at once"
         raise s.refusal("staleness_policy", why, "Use whole, wait or drop, or another estimator.")
 
