@@ -24,9 +24,8 @@ def explain(word: str) -> str:
     if spec is None and (passed_on(flag) or fate(flag) != f"refused: {NOT_HERE}"):
         return f"{flag}: {fate(flag)}"
     if spec is None:
-        raise SettingsError(
-            f"{word} is no flag", remedy=nearest(name, names()) or "train --help WORD looks in meanings too."
-        )
+        why = f"{word} is no flag"
+        raise SettingsError(why, remedy=nearest(name, names()) or "train --help WORD looks in meanings too.")
     rows = [
         ("", spec.text),
         ("value", spec.expected + (f", in {spec.unit}" if spec.unit else "") + ("; or none" if spec.optional else "")),

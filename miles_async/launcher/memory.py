@@ -94,14 +94,12 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
             lower = f"Lower --{field.replace('_', '-')} to {most:.2f}" if less else "Train on more GPUs"
             if turn == "trainer" and need - awake + trainer.resident() <= total:
                 lower = "Set --fsdp-shard all"
-            raise refusal(
-                field,
-                fraction,
+            why = (
                 f"the {turn}'s turn on a shared GPU needs {_gib(need)} of {_gib(total)} ({parts}, weights on their way "
                 f"{_gib(copy)}, train_memory_margin_bytes {_gib(margin)}; offload_train = {show(g.offload_train)}, "
-                f"offload_rollout = {show(g.offload_rollout)})",
-                f"{lower}, {apart}.",
+                f"offload_rollout = {show(g.offload_rollout)})"
             )
+            raise refusal(field, fraction, why, f"{lower}, {apart}.")
 
 
 class Trainer:

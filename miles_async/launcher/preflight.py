@@ -17,7 +17,7 @@ from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.memory import check_memory
 from miles_async.settings.checks import check_model, check_trackers, model_context
-from miles_async.settings.errors import Refusals, SettingsError, nearest
+from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
 from miles_async.settings.programs import check_programs
 from miles_async.settings.run import RunSettings
 
@@ -202,6 +202,4 @@ def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, *, 
         parts_of(row, {name: keys[field] for name, field in fields.items()}, chat=chat, strict=True, supervised=supervised)
     except BadRow as error:
         hint = nearest(error.key, row) if "has no key" in error.problem else ""
-        raise SettingsError(
-            f"{where}: {error.problem}", field=fields[error.setting], value=error.key, remedy=hint or error.remedy
-        ) from None
+        raise refusal(fields[error.setting], error.key, f"{where}: {error.problem}", hint or error.remedy) from None

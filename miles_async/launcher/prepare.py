@@ -54,7 +54,7 @@ from miles_async.launcher.resume import (
 )
 from miles_async.settings.catalog import kinds
 from miles_async.settings.checks import GENERATION, table_in
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import SettingsError, refusal
 from miles_async.settings.live import check_patch, initial_values, whole
 from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
@@ -94,9 +94,8 @@ def check_host(settings: RunSettings) -> None:
 
 def _check_ray(address: str) -> None:
     if importlib.util.find_spec("ray") is None:
-        raise SettingsError(
-            "ray is not installed in this Python", field="launcher", value="ray", remedy="Install miles-async[ray] on all nodes."
-        )
+        why = "ray is not installed in this Python"
+        raise refusal("launcher", "ray", why, "Install miles-async[ray] on all nodes.")
     from miles_async.launcher.ray_cluster import check_head
 
     check_head(address)
@@ -312,10 +311,9 @@ def check_kept(values: Mapping[str, Any]) -> None:
         check_rules(whole(values))
     except SettingsError as error:
         first = str(error).splitlines()[0]
-        raise SettingsError(
-            f"the run keeps live values that do not go with its settings now: {first}",
-            remedy="Start it with the settings it had, and change the live ones with miles-async tune.",
-        ) from None
+        why = f"the run keeps live values that do not go with its settings now: {first}"
+        remedy = "Start it with the settings it had, and change the live ones with miles-async tune."
+        raise SettingsError(why, remedy=remedy) from None
 
 
 def check_plans(values: Mapping[str, Any], plans: Sequence[KnobPatch]) -> None:
@@ -323,10 +321,9 @@ def check_plans(values: Mapping[str, Any], plans: Sequence[KnobPatch]) -> None:
     try:
         leaves_plans(values, plans, check_patch)
     except KnobRejected as error:
-        raise SettingsError(
-            f"the run keeps a plan that does not go with what changed since its last start: {error.__cause__}",
-            remedy="Start it with the settings it had, cancel the plan (miles-async tune --cancel), then change them.",
-        ) from None
+        why = f"the run keeps a plan that does not go with what changed since its last start: {error.__cause__}"
+        remedy = "Start it with the settings it had, cancel the plan (miles-async tune --cancel), then change them."
+        raise SettingsError(why, remedy=remedy) from None
 
 
 async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:

@@ -219,10 +219,8 @@ def _settled(history: History, settings: Flat) -> list[Step]:
         raise SettingsError("engines and trainer take turns on shared GPUs, which is not simulated")
     if len(found) < FEWEST:
         why = f"under its present settings, without {fills} after each start or change in which it fills up"
-        raise SettingsError(
-            f"{len(found)} steps of {len(history.steps)} count {why}; {FEWEST} are needed",
-            remedy="Wait for more steps of the run.",
-        )
+        rule = f"{len(found)} steps of {len(history.steps)} count {why}; {FEWEST} are needed"
+        raise SettingsError(rule, remedy="Wait for more steps of the run.")
     return found[-LOOKED_AT:]
 
 
