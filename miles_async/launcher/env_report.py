@@ -34,6 +34,8 @@ def write_env_report(run_dir: Path) -> Path:
 
 def environment() -> dict[str, Any]:
     """As it is now."""
+    packages = sorted(distributions(), key=lambda d: str(d.metadata["Name"]).lower())
+    variables = sorted(os.environ.items())
     return {
         "python": sys.version,
         "executable": sys.executable,
@@ -43,13 +45,8 @@ def environment() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         "gpus": [dict(zip(GPU_FIELDS, row, strict=False)) for row in of_gpus(*GPU_FIELDS)],
-        "packages": {
-            d.metadata["Name"]: d.version
-            for d in sorted(distributions(), key=lambda d: str(d.metadata["Name"]).lower())
-        },
-        "variables": {
-            k: v for k, v in sorted(os.environ.items()) if READ_BY_LIBRARIES.match(k) and not SECRET.search(k)
-        },
+        "packages": {d.metadata["Name"]: d.version for d in packages},
+        "variables": {k: v for k, v in variables if READ_BY_LIBRARIES.match(k) and not SECRET.search(k)},
     }
 
 

@@ -140,13 +140,9 @@ def weights_dir(run_dir: Path, model: Path) -> tuple[Path, str]:
     free = shutil.disk_usage("/dev/shm").free if shared != run_dir / "weights" else need
     if free >= need or shared.exists():
         return shared, ""
-    text = (
-        f"/dev/shm has {free / 1e9:.1f} GB free and two versions of the weights may need {need / 1e9:.1f} GB: they are "
-    )
-    return (
-        run_dir / "weights",
-        f"{text}published in {run_dir / 'weights'}, which is slower (docker run --shm-size= gives more)",
-    )
+    text = f"/dev/shm has {free / 1e9:.1f} GB free and two versions of the weights may need {need / 1e9:.1f} GB: they are "
+    text += f"published in {run_dir / 'weights'}, which is slower (docker run --shm-size= gives more)"
+    return run_dir / "weights", text
 
 
 def free_weights(directory: Path) -> None:
@@ -173,14 +169,9 @@ def place_of(settings: RunSettings) -> Place:
     weights, note = weights_dir(run_dir, directory)
     if note:
         print(f"note: {note}", file=sys.stderr)
-    identity = {
-        "prompt_data": settings.rollout.prompt_data,
-        "n_samples_per_prompt": settings.rollout.n_samples_per_prompt,
-        "rollout_seed": settings.rollout.rollout_seed,
-        "rollout_shuffle": settings.rollout.rollout_shuffle,
-    }
-    if settings.rollout.data_source_path:
-        identity["data_source_path"] = settings.rollout.data_source_path
+    own = ("data_source_path",) if settings.rollout.data_source_path else ()
+    same = ("prompt_data", "n_samples_per_prompt", "rollout_seed", "rollout_shuffle", *own)
+    identity = {name: getattr(settings.rollout, name) for name in same}
     return Place(
         run_dir=str(run_dir.resolve()),
         model_dir=str(directory),

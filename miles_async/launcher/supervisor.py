@@ -229,11 +229,8 @@ class Supervisor:
         self._stopping.set()
         late: list[str] = []
         for last in (False, True):
-            living = {
-                name: k
-                for name, k in self.kept.items()
-                if (records and k.spec.role == "recorder") == last and not k.over.is_set()
-            }
+            now = [k for k in self.kept.values() if (records and k.spec.role == "recorder") == last]
+            living = {k.spec.name: k for k in now if not k.over.is_set()}
             obeyed = await asyncio.gather(*(self._end(name, k, timeout_s, finishes) for name, k in living.items()))
             late += [name for name, in_time in zip(living, obeyed, strict=True) if not in_time]
         return late

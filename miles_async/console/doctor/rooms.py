@@ -185,11 +185,8 @@ def crash_loops(scene: Scene) -> Iterator[Finding]:
 
 def full_hosts(scene: Scene) -> Iterator[Finding]:
     """Disks and memory that are nearly used up, as the actors on each host last saw them."""
-    hosts = {
-        a.vitals.host: a.vitals.counters
-        for a in scene.snapshot.actors
-        if a.life == "alive" and "free/memory" in a.vitals.counters
-    }
+    alive = [a.vitals for a in scene.snapshot.actors if a.life == "alive"]
+    hosts = {vitals.host: vitals.counters for vitals in alive if "free/memory" in vitals.counters}
     for host, has in sorted(hosts.items()):
         disk, memory, share = has.get("free/disk", DISK_BYTES), has["free/memory"], has.get("free/memory_share", 1.0)
         if disk < DISK_BYTES:

@@ -183,29 +183,16 @@ def recorded(records: Sequence[Record]) -> Recorded:
 def knobs_of(s: Flat, *, workers: int, slots: int, engine_most: int) -> Knobs:
     """Settings in the simulation's terms. `slots`: of a worker at first, where the setting is auto. `engine_most`: as `Recorded`
     has it, 0 = not known."""
-    fixed = s.sglang_server_concurrency
+    fixed, bound, interval = s.sglang_server_concurrency, s.max_weight_staleness, s.update_weights_interval
     most = (s.sglang_concurrency_max or AUTO_MAX_RUNNING, engine_most)
-    return Knobs(
-        max_weight_staleness=s.max_weight_staleness,
-        staleness_policy=s.staleness_policy,
-        staleness_lookahead=s.staleness_lookahead,
-        rollout_batch_size=s.rollout_batch_size,
-        n_samples_per_prompt=s.n_samples_per_prompt,
-        over_sampling_batch_size=s.over_sampling_batch_size,
-        update_weights_interval=s.update_weights_interval,
-        slots=fixed or slots,
-        auto=None
-        if fixed
-        else Limits.of(
-            s.sglang_concurrency_min, most, s.max_masked_fraction, s.max_weight_staleness, s.update_weights_interval
-        ),
-        num_generation_workers=workers,
-        tail_slots=s.tail_slots or 0,
-        tail_after_tokens=s.tail_after_tokens or 0,
-        max_tokens_per_slice=s.max_tokens_per_slice or 0,
-        partial_rollout=s.partial_rollout,
-        aborts=s.pause_generation_mode == "abort",
-    )
+    own = {
+        "slots": fixed or slots,
+        "auto": None if fixed else Limits.of(s.sglang_concurrency_min, most, s.max_masked_fraction, bound, interval),
+        "num_generation_workers": workers,
+        "aborts": s.pause_generation_mode == "abort",
+    }
+    same = {name: s.values[name] for name in Knobs.__struct_fields__ if name not in own}
+    return Knobs(**{name: 0 if value is None else value for name, value in same.items()} | own)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------------
