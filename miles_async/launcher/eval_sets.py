@@ -3,14 +3,13 @@ file's defaults, else the --eval-* settings."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from miles_async.settings.custom_config import read_document
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.run import RunSettings
 
@@ -81,14 +80,10 @@ def _one(given: dict[str, Any], file: str) -> SetSpec:
 def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Defaults and tables of a file {eval: {defaults, datasets: []}}, TOML or YAML."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        if file.endswith(".toml"):
-            found: Any = tomllib.loads(text)
-        else:
-            found = import_module("yaml").safe_load(text)  # transformers brings it
+        found = read_document(Path(file))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"cannot be read: {error}", field="eval_config", value=file) from None
-    except Exception as error:  # noqa: BLE001 - the two parsers' own
+    except (ImportError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise SettingsError(f"neither TOML (.toml) nor YAML: {error}", field="eval_config", value=file) from None
     table = found.get("eval", found) if isinstance(found, Mapping) else None
     defaults = table.get("defaults") or {} if isinstance(table, Mapping) else None
