@@ -52,12 +52,7 @@ class Preflight:
     notes: tuple[str, ...] = ()
 
 
-def preflight(
-    settings: RunSettings,
-    *,
-    probes: Iterable[Probe] = (),
-    dry_run: bool = False,
-) -> Preflight:
+def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: bool = False) -> Preflight:
     """Check model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
 
     probes: further checks that raise SettingsError. SettingsError tells all that is wrong.

@@ -45,13 +45,7 @@ from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.place import Place
 from miles_async.launcher.plan import training_data
-from miles_async.launcher.resume import (
-    changed_since_last_start,
-    is_over,
-    keep_settings,
-    move_tracker,
-    resumes_from,
-)
+from miles_async.launcher.resume import changed_since_last_start, is_over, keep_settings, move_tracker, resumes_from
 from miles_async.settings.catalog import kinds
 from miles_async.settings.checks import GENERATION, table_in
 from miles_async.settings.errors import SettingsError, refusal

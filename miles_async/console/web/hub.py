@@ -106,13 +106,7 @@ class Hub:
         self._looks.see(snapshot)
         self.curves.follow(history.steps)
         return state_of(
-            snapshot,
-            history,
-            self._looks,
-            self.word,
-            total_steps=self._total,
-            settings=self._settings,
-            kept=self._kept,
+            snapshot, history, self._looks, self.word, total_steps=self._total, settings=self._settings, kept=self._kept
         )
 
     async def _tell(self, state: State) -> None:
