@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from statistics import fmean, pstdev, quantiles
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -185,13 +185,13 @@ def knobs_of(s: Flat, *, workers: int, slots: int, engine_most: int) -> Knobs:
     has it, 0 = not known."""
     fixed, bound, interval = s.sglang_server_concurrency, s.max_weight_staleness, s.update_weights_interval
     most = (s.sglang_concurrency_max or AUTO_MAX_RUNNING, engine_most)
-    own = {
+    own: dict[str, Any] = {
         "slots": fixed or slots,
         "auto": None if fixed else Limits.of(s.sglang_concurrency_min, most, s.max_masked_fraction, bound, interval),
         "num_generation_workers": workers,
         "aborts": s.pause_generation_mode == "abort",
     }
-    same = {name: s.values[name] for name in Knobs.__struct_fields__ if name not in own}
+    same: dict[str, Any] = {name: s.values[name] for name in Knobs.__struct_fields__ if name not in own}
     return Knobs(**{name: 0 if value is None else value for name, value in same.items()} | own)
 
 
