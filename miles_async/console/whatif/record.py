@@ -191,8 +191,9 @@ def knobs_of(s: Flat, *, workers: int, slots: int, engine_most: int) -> Knobs:
         "num_generation_workers": workers,
         "aborts": s.pause_generation_mode == "abort",
     }
-    same: dict[str, Any] = {name: s.values[name] for name in Knobs.__struct_fields__ if name not in own}
-    return Knobs(**{name: 0 if value is None else value for name, value in same.items()} | own)
+    for name in Knobs.__struct_fields__:
+        own.setdefault(name, 0 if s.values.get(name) is None else s.values[name])
+    return Knobs(**own)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------------
