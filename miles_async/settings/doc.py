@@ -4,7 +4,7 @@ Every group is a frozen, closed struct (unknown keys are typos and therefore err
 either required or derived from others; a derived field says from what, and is always filled in a resolved RunSettings.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -49,4 +49,4 @@ def doc(text: str, **more: Any) -> msgspec.Meta:
     """Metadata of one field. `text`: what it is and when to change it. `more`: its Facts, and bounds (ge, gt, le, lt), which
     msgspec checks."""
     bounds = {name: more.pop(name) for name in ("ge", "gt", "le", "lt") if name in more}
-    return msgspec.Meta(description=text, extra=asdict(Facts(**more)), **bounds)
+    return msgspec.Meta(description=text, extra=vars(Facts(**more)), **bounds)
