@@ -149,9 +149,8 @@ def _find(name: str) -> Command:
         if command.name == name:
             return command
     known = [command.name for command in COMMANDS]
-    raise SettingsError(
-        f"no command {name!r}", remedy=nearest(name, known) or f"Commands: {', '.join(known)}. See {PROGRAM} --help."
-    )
+    why = f"no command {name!r}"
+    raise SettingsError(why, remedy=nearest(name, known) or f"Commands: {', '.join(known)}. See {PROGRAM} --help.")
 
 
 def _call(command: Command, words: list[str]) -> int:

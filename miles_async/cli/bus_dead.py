@@ -38,21 +38,9 @@ async def dead(bus: Bus, verb: str, name: str, *, as_json: bool) -> int:
 
 def letter_json(item: Letter) -> dict[str, Any]:
     """A letter as plain values, without its body."""
-    letter = item.letter
-    return {
-        "id": item.id,
-        "stream": letter.stream,
-        "entry_id": letter.entry_id,
-        "sample": letter.sample_id,
-        "group": letter.group_id,
-        "actor": letter.actor,
-        "deliveries": letter.deliveries,
-        "error": letter.error,
-        "traceback": letter.traceback,
-        "fields": letter.fields,
-        "body_bytes": len(letter.body),
-        "wall": letter.wall,
-    }
+    letter, same = item.letter, ("stream", "entry_id", "actor", "deliveries", "error", "traceback", "fields", "wall")
+    found = {"id": item.id, "sample": letter.sample_id, "group": letter.group_id, "body_bytes": len(letter.body)}
+    return found | {name: getattr(letter, name) for name in same}
 
 
 def _letters_text(letters: list[Letter]) -> str:

@@ -51,9 +51,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         return argparse.Namespace(help=False, shell="", words=words[1 + (words[1:2] == ["--"]) :])
     wanted = [word for word in words if word not in ("-h", "--help")]
     if len(wanted) == len(words) and (len(words) != 1 or words[0] not in SCRIPTS):
-        raise SettingsError(
-            f"one shell expected, got {' '.join(words) or 'none'}", remedy=f"Give one of {', '.join(SCRIPTS)}."
-        )
+        why = f"one shell expected, got {' '.join(words) or 'none'}"
+        raise SettingsError(why, remedy=f"Give one of {', '.join(SCRIPTS)}.")
     return argparse.Namespace(help=len(wanted) < len(words), shell=words[0], words=[])
 
 

@@ -26,18 +26,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _console(ref: RunRef, port: int, read_only: bool) -> None:
-    from miles_async.console.attach import attached, open_here, total_steps
+    from miles_async.console.attach import watched
     from miles_async.console.live import run_console
     from miles_async.console.web.app import serve
 
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with attached(ref, look=True) as bus:
-        here, feed = await open_here(bus, ref)
-        kept = bus.config.url != ref.bus_url
-        why = "this console is read-only" if read_only else ""
-        total = total_steps(here)
+    why = "this console is read-only" if read_only else ""
+    async with watched(ref) as (bus, here, feed, kept, total):
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(run_console(bus, feed, mode="none", total_steps=total, stop=stop))
@@ -46,7 +43,6 @@ async def _console(ref: RunRef, port: int, read_only: bool) -> None:
                 )
         finally:
             stop.set()
-            await feed.close()
     print("left the console" + ("" if kept else "; the run goes on"))
 
 

@@ -72,8 +72,12 @@ def preflight(words: list[str], *, as_json: bool) -> int:
     width = max(len(one.what) for one in findings)
     for one in findings:
         print(f"{one.level:<5}  {one.what:<{width}}  {one.text}")
-    print(f"{wrong} things are wrong" if wrong > 1 else "1 thing is wrong" if wrong else "nothing is wrong")
+    print(_verdict(wrong))
     return 1 if wrong else 0
+
+
+def _verdict(wrong: int) -> str:
+    return f"{wrong} things are wrong" if wrong > 1 else "1 thing is wrong" if wrong else "nothing is wrong"
 
 
 def as_text(scene: "Scene", advice: "Advice | None" = None) -> str:
@@ -95,6 +99,5 @@ def as_text(scene: "Scene", advice: "Advice | None" = None) -> str:
     persistence = "append-only file on" if server.aof else "no append-only file"
     memory = f"{human_bytes(server.used_memory)}{limit} in memory"
     lines += ["", f"{server.software} {server.version}: {memory}, {persistence}"]
-    wrong = sum(finding.level != "info" for finding in findings)
-    lines.append(f"{wrong} things are wrong" if wrong > 1 else "1 thing is wrong" if wrong else "nothing is wrong")
+    lines.append(_verdict(sum(finding.level != "info" for finding in findings)))
     return "\n".join(lines).lstrip("\n")

@@ -24,9 +24,8 @@ def explain(word: str) -> str:
     if spec is None and (passed_on(flag) or fate(flag) != f"refused: {NOT_HERE}"):
         return f"{flag}: {fate(flag)}"
     if spec is None:
-        raise SettingsError(
-            f"{word} is no flag", remedy=nearest(name, names()) or "train --help WORD looks in meanings too."
-        )
+        why = f"{word} is no flag"
+        raise SettingsError(why, remedy=nearest(name, names()) or "train --help WORD looks in meanings too.")
     rows = [
         ("", spec.text),
         ("value", spec.expected + (f", in {spec.unit}" if spec.unit else "") + ("; or none" if spec.optional else "")),
@@ -92,10 +91,12 @@ def _looked_at(function: FunctionType, seen: set[Any]) -> set[str]:
 
 
 def _words(code: CodeType) -> set[str]:
-    found = set(code.co_names)
-    for constant in code.co_consts:
+    found, constants = set(code.co_names), list(code.co_consts)
+    for constant in constants:
         if isinstance(constant, CodeType):
             found |= _words(constant)
-        elif isinstance(constant, str | tuple):
-            found |= {constant} if isinstance(constant, str) else {item for item in constant if isinstance(item, str)}
+        elif isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, tuple):
+            constants += constant
     return found

@@ -48,23 +48,12 @@ def run(args: argparse.Namespace) -> int:
 def as_json(found: "LedgerCheck", by: Any) -> dict[str, Any]:
     """The document of --json."""
     a = found.accounts
+    same = ("open_groups", "located", "missing", "extra", "doubled", "residual", "token_residual", "reissuing")
     return {
         "closes": found.closes,
-        "samples": {"issued": a.issued, "trained": a.trained, "dropped": a.dropped, "pending": a.pending},
-        "tokens": {
-            "generated": a.tokens_generated,
-            "trained": a.tokens_trained,
-            "dropped": a.tokens_dropped,
-            "pending": a.tokens_pending,
-        },
-        "open_groups": found.open_groups,
-        "located": found.located,
-        "missing": found.missing,
-        "extra": found.extra,
-        "doubled": found.doubled,
-        "residual": found.residual,
-        "token_residual": found.token_residual,
-        "reissuing": found.reissuing,
+        "samples": {name: getattr(a, name) for name in ("issued", "trained", "dropped", "pending")},
+        "tokens": {name: getattr(a, f"tokens_{name}") for name in ("generated", "trained", "dropped", "pending")},
+        **{name: getattr(found, name) for name in same},
         f"by_{by}": dict(a.rows(by)),
     }
 

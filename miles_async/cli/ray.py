@@ -44,10 +44,8 @@ def parse(words: list[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """The run's own end: 0, or 1 with what it printed last."""
     if os.environ.get(PASSWORD):
-        raise SettingsError(
-            f"{PASSWORD} would be readable to all users of the cluster, as part of the job",
-            remedy=f"Put it into a file of yours on all nodes, and its path into {PASSWORD_FILE}.",
-        )
+        why = f"{PASSWORD} would be readable to all users of the cluster, as part of the job"
+        raise SettingsError(why, remedy=f"Put it into a file of yours on all nodes, and its path into {PASSWORD_FILE}.")
     _check_flags(args.flags)
     client = connected(args.ray_address)
     known = {PASSWORD_FILE: os.environ[PASSWORD_FILE]} if os.environ.get(PASSWORD_FILE) else {}
@@ -77,10 +75,8 @@ def _check_flags(words: list[str]) -> None:
     secret = {f"--{name.replace('_', '-')}" for name, spec in catalog().items() if spec.secret}
     for flag in (word.partition("=")[0].replace("_", "-") for word in words):
         if flag in secret and flag != "--bus-url":  # its password was taken out already
-            raise SettingsError(
-                f"{flag} would be readable to all users of the cluster, as part of the job",
-                remedy="Put it into CONFIG, or into the environment of the head.",
-            )
+            why = f"{flag} would be readable to all users of the cluster, as part of the job"
+            raise SettingsError(why, remedy="Put it into CONFIG, or into the environment of the head.")
 
 
 def entrypoint(args: argparse.Namespace) -> str:

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 when every step is equal, 1 when one differs."""
-    from miles_async.settings.errors import SettingsError
+    from miles_async.settings.errors import SettingsError, refusal
     from miles_async.settings.load import load
 
     config = Path(args.runs_dir) / args.run / "settings.toml"
@@ -24,16 +24,11 @@ def run(args: argparse.Namespace) -> int:
     settings = load(config, ()).settings
     pattern = settings.ckpt.save_debug_rollout_data
     if not pattern:
-        raise SettingsError(
-            "this run recorded no batches", field="run", value=args.run, remedy="Train with --save-debug-rollout-data."
-        )
+        raise refusal("run", args.run, "this run recorded no batches", "Train with --save-debug-rollout-data.")
     if settings.perf.actor_num_gpus_per_node > 1:
-        raise SettingsError(
-            "replay trains in one process, whose sums round otherwise than those of several ranks",
-            field="actor_num_gpus_per_node",
-            value=settings.perf.actor_num_gpus_per_node,
-            remedy="Record a run with one rank.",
-        )
+        why = "replay trains in one process, whose sums round otherwise than those of several ranks"
+        remedy = "Record a run with one rank."
+        raise refusal("actor_num_gpus_per_node", settings.perf.actor_num_gpus_per_node, why, remedy)
     if not 1 <= args.first <= args.last:
         raise SettingsError("steps out of order", field="from", value=args.first, remedy="Give 1 <= --from <= --to.")
 

@@ -22,9 +22,8 @@ def run(args: argparse.Namespace) -> int:
     """Print where it is."""
     ref = chosen_run(args)
     if ref.run_dir is None:
-        raise SettingsError(
-            "a report is written from the run's folder", remedy="Run this on its host, with --runs-dir."
-        )
+        why = "a report is written from the run's folder"
+        raise SettingsError(why, remedy="Run this on its host, with --runs-dir.")
     others = [find_run(run=name, runs_dir=args.runs_dir, bus_url=None).run_dir for name in dict.fromkeys(args.others)]
     if args.output is not None and not args.output.parent.is_dir():
         raise SettingsError(f"{args.output.parent} is no directory", remedy="Give --output FILE in one that exists.")

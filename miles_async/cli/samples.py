@@ -35,9 +35,8 @@ def run(args: argparse.Namespace) -> int:
     if args.worst or args.best:
         found.sort(key=lambda sample: sample["reward"], reverse=args.best)
     if not found:
-        raise SettingsError(
-            f"no such sample is kept in {run_dir}", remedy="The first ones come with the first trained step; see without --step."
-        )
+        why = f"no such sample is kept in {run_dir}"
+        raise SettingsError(why, remedy="The first ones come with the first trained step; see without --step.")
     if args.as_json:
         print_json(found[: args.count])
     else:

@@ -60,12 +60,7 @@ def as_json(snapshot: "Snapshot") -> dict[str, Any]:
         "actors": [_actor_json(actor) for actor in snapshot.actors],
         "streams": {name: stream_json(facts) for name, facts in snapshot.streams.items()},
         "open_groups": snapshot.open_groups,
-        "ledger": {
-            "issued": accounts.issued,
-            "trained": accounts.trained,
-            "dropped": accounts.dropped,
-            "pending": accounts.pending,
-        },
+        "ledger": {name: getattr(accounts, name) for name in ("issued", "trained", "dropped", "pending")},
         "evals": {
             name: {"step": d.step, "metrics": d.metrics, "versions": d.versions or {}, "error": d.error or ""}
             for name, d in snapshot.evals.items()
@@ -75,50 +70,28 @@ def as_json(snapshot: "Snapshot") -> dict[str, Any]:
 
 def _actor_json(actor: "ActorFacts") -> dict[str, Any]:
     v = actor.vitals
-    return {
-        "actor": v.actor,
-        "role": v.role,
-        "pid": v.pid,
-        "host": v.host,
-        "state": v.state,
-        "life": actor.life,
-        "version": v.version,
-        "in_flight": v.in_flight,
-        "slots": v.slots or None,
-        "waits_for": v.waits_for,
-        "waits_since": v.waits_since or None,
-        "heartbeat_age_s": round(actor.age_s, 3),
-        "note": v.note,
-        "counters": v.counters,
-    }
+    same = ("actor", "role", "pid", "host", "state", "version", "in_flight", "waits_for", "note", "counters")
+    found: dict[str, Any] = {name: getattr(v, name) for name in same}
+    found |= {"life": actor.life, "heartbeat_age_s": round(actor.age_s, 3)}
+    return found | {"slots": v.slots or None, "waits_since": v.waits_since or None}
 
 
 def stream_json(facts: "StreamFacts") -> dict[str, Any]:
     """One stream as plain values."""
-    return {
-        "writer": facts.writer,
-        "data": facts.is_data,
-        "length": facts.length,
-        "pending": facts.pending,
-        "lag": facts.lag,
-        "bytes": facts.n_bytes,
-        "newest_id": facts.newest_id,
-        "newest_age_s": round(facts.newest_age_s, 3),
-        "readers": facts.readers,
-    }
+    found = {name: getattr(facts, name) for name in ("writer", "length", "pending", "lag", "newest_id", "readers")}
+    return found | {"data": facts.is_data, "bytes": facts.n_bytes, "newest_age_s": round(facts.newest_age_s, 3)}
 
 
 def as_text(snapshot: "Snapshot", governor: "Standing | None" = None) -> str:
     """Three blocks: where training stands, actors, streams."""
     from miles_async.console.lines import busy_text, ledger_line, waits_text
+    from miles_async.console.text import duration, human_bytes, plural, table
 
     head = [_standing(snapshot)]
     if snapshot.ledger:
         head.append(f"ledger: {ledger_line(snapshot)}")
     if governor is not None:
         head.append(governor.text())
-    from miles_async.console.text import duration, human_bytes, plural, table
-
     for trainer in snapshot.of_role("trainer"):
         if times := trainer.vitals.counters.get("lend/times"):
             counters = trainer.vitals.counters

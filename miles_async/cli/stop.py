@@ -93,16 +93,10 @@ async def _wait(ref: RunRef, name: str, pid: int | None, wait_s: float) -> int:
         if loop.time() > until:
             break
         await asyncio.sleep(POLL_S)
-    left = (
-        f"still there: {', '.join(alive[:9])}"
-        if alive
-        else "its bus does not answer, so nothing is known of its actors"
-    )
-    print(
-        f"miles-async stop: {name} has not stopped within {wait_s:g} s; {left}. "
-        "Wait longer with --wait, or look with miles-async status.",
-        file=sys.stderr,
-    )
+    unknown = "its bus does not answer, so nothing is known of its actors"
+    left = f"still there: {', '.join(alive[:9])}" if alive else unknown
+    said = f"{name} has not stopped within {wait_s:g} s; {left}"
+    print(f"miles-async stop: {said}. Wait longer with --wait, or look with miles-async status.", file=sys.stderr)
     return 1
 
 

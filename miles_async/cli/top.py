@@ -60,50 +60,40 @@ def _ended(folder: Path | None) -> bool:
 
 
 async def _lines(ref: RunRef) -> None:
-    from miles_async.console.attach import attached, open_here, total_steps, until_over
+    from miles_async.console.attach import until_over, watched
     from miles_async.console.live import run_console
 
-    async with attached(ref) as bus:
-        here, feed = await open_here(bus, ref)
+    async with watched(ref, look=False) as (bus, _, feed, _, total):
         stop = asyncio.Event()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(run_console(bus, feed, mode="plain", total_steps=total_steps(here), stop=stop))
-                await until_over(bus)
-                stop.set()
-        finally:
-            await feed.close()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run_console(bus, feed, mode="plain", total_steps=total, stop=stop))
+            await until_over(bus)
+            stop.set()
     print(f"run {bus.config.run} has ended" + ("" if feed.history.finished else " before its last step"))
 
 
 async def _top(ref: RunRef, read_only: bool) -> bool:
     """Whether to attach again: the run has ended meanwhile."""
-    from miles_async.console.attach import attached, open_here, total_steps
+    from miles_async.console.attach import watched
     from miles_async.console.live import run_console
     from miles_async.console.top.app import AGAIN, Terminal, Top
     from miles_async.console.verbs import Verbs
     from miles_async.console.web.hub import Hub
 
     stop = asyncio.Event()
-    async with attached(ref, look=True) as bus:
-        here, feed = await open_here(bus, ref)
-        kept = bus.config.url != ref.bus_url
+    async with watched(ref) as (bus, here, feed, kept, total):
         why = "this run has ended, this is what its Redis kept" if kept else "read-only" if read_only else ""
-        total = total_steps(here)
         hub = Hub(bus, feed, here, total_steps=total, kept=kept, refresh_s=LOOK_S)
         over = lambda: not kept and _ended(here)  # noqa: E731
         app = Top(hub, Verbs(bus, here, "top"), read_only=why, run_dir=here, driver=Terminal, over=over)
         for number in (signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, app.exit)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                console = run_console(bus, feed, mode="none", total_steps=total, stop=stop)
-                aside = [tasks.create_task(console), tasks.create_task(hub.run(stop))]
-                await app.run_async()
-                for task in aside:  # they only look: who leaves does not wait for a bus that does not answer
-                    task.cancel()
-        finally:
-            await feed.close()
+        async with asyncio.TaskGroup() as tasks:
+            console = run_console(bus, feed, mode="none", total_steps=total, stop=stop)
+            aside = [tasks.create_task(console), tasks.create_task(hub.run(stop))]
+            await app.run_async()
+            for task in aside:  # they only look: who leaves does not wait for a bus that does not answer
+                task.cancel()
     if app.return_code == AGAIN:
         return True
     print("left the view" + ("" if kept else "; the run goes on"))

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from redis.exceptions import RedisError
@@ -191,20 +191,33 @@ def _why(error: BaseException) -> str:
     return " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
 
 
-async def open_here(bus: Bus, ref: RunRef) -> tuple[Path | None, Feed]:
-    """The run's folder where this host has it, and a feed that goes on after what is on record there."""
+class Watched(NamedTuple):
+    """A run that somebody looks at. `folder`: where this host has it. `feed`: goes on after what is on record there. `kept`: the
+    bus is a copy of what an ended run's Redis kept. `total_steps`: that its settings ask for, 0 = unknown."""
+
+    bus: Bus
+    folder: Path | None
+    feed: Feed
+    kept: bool
+    total_steps: int
+
+
+@asynccontextmanager
+async def watched(ref: RunRef, *, look: bool = True) -> AsyncIterator[Watched]:
+    """As `attached`, with all that a view of the run needs."""
     from actors.recorder.feed import Feed
     from actors.recorder.file import stream_records
 
-    known = await read_identity(bus)
-    folder = ref.run_dir or (Path(known.run_dir) if known is not None and known.run_dir else None)
-    here = folder if folder is not None and folder.is_dir() else None
-    return here, await asyncio.to_thread(Feed, bus, stream_records(here) if here is not None else ())
-
-
-def total_steps(folder: Path | None) -> int:
-    """Steps that a run's settings ask for; 0 = unknown."""
-    return int(read_settings(folder).get("rollout", {}).get("num_rollout", 0)) if folder is not None else 0
+    async with attached(ref, look=look) as bus:
+        known = await read_identity(bus)
+        folder = ref.run_dir or (Path(known.run_dir) if known is not None and known.run_dir else None)
+        here = folder if folder is not None and folder.is_dir() else None
+        total = int(read_settings(here).get("rollout", {}).get("num_rollout", 0)) if here is not None else 0
+        feed = await asyncio.to_thread(Feed, bus, stream_records(here) if here is not None else ())
+        try:
+            yield Watched(bus, here, feed, bus.config.url != ref.bus_url, total)
+        finally:
+            await feed.close()
 
 
 async def until_over(bus: Bus) -> None:

@@ -23,6 +23,7 @@ from bus.messages.control import READING
 from miles_async.console.lines import plain_line, state_text, waits_text
 from miles_async.console.text import duration
 from miles_async.console.top.page import Page
+from miles_async.console.watchdog import stopped
 from miles_async.console.web.hub import Hub
 
 Mode = Literal["live", "plain", "none"]
@@ -80,13 +81,13 @@ async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], t
         if over and not more:
             return
         if pause_s and not more:
-            await _stopped(stop, pause_s)
+            await stopped(stop, pause_s)
 
 
 async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Callable[[str], None]) -> None:
     """Says every WAIT_SAID_S what is waited for, until there is a step."""
     began = bus.clock.monotonic()
-    while not await _stopped(stop, WAIT_SAID_S) and not feed.history.steps:
+    while not await stopped(stop, WAIT_SAID_S) and not feed.history.steps:
         try:
             snapshot = await read_snapshot(bus)
         except BusUnreachable:
@@ -110,12 +111,3 @@ async def _picture(page: Page, console: Console, following: asyncio.Task[None]) 
         await page.hub.look()
         await page.follow(0.0)
         live.update(page.whole(*console.size), refresh=True)
-
-
-async def _stopped(stop: asyncio.Event, seconds: float) -> bool:
-    """Wait for `stop` that long."""
-    try:
-        await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        return False
-    return True

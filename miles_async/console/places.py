@@ -135,8 +135,7 @@ async def read_places(bus: Bus, *, evals: bool = False) -> Places:
     """Heads and holders of all data streams."""
     streams = (*HOME, *EVAL_HOME) if evals else HOME
     opened, found = await asyncio.gather(
-        bus.hash_of(bus.keys.open_groups),
-        asyncio.gather(*(_stream_with_holders(bus, stream) for stream in streams)),
+        bus.hash_of(bus.keys.open_groups), asyncio.gather(*(_stream_with_holders(bus, stream) for stream in streams))
     )
     heads: dict[str, list[Head]] = {}
     pending: dict[tuple[str, str], Pending] = {}

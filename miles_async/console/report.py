@@ -27,7 +27,7 @@ from bus.ledger import Accounts, accounts_of
 from miles_async.console.figures import TRAINER, shares, throughput
 from miles_async.console.report_data import Run, data_of, read_run
 from miles_async.console.shadow.results import notes as shadow_notes
-from miles_async.console.text import duration, human_bytes, human_count, knob_text, meaning, percent, plural
+from miles_async.console.text import OWN_REASON, duration, human_bytes, human_count, knob_text, meaning, percent, plural
 from miles_async.console.whatif.advice import advise, share
 
 FILE, COMPARED = "report.html", "report-compared.html"
@@ -183,15 +183,8 @@ def _evals(history: History) -> str:
     for name in history.eval_names():
         found = history.evals_of(name)
         best = max(found, key=lambda e: e.score)
-        rows.append(
-            [
-                name,
-                str(len(found)),
-                f"{found[0].score:.4g}",
-                f"{best.score:.4g} (step {best.step})",
-                f"{found[-1].score:.4g}",
-            ]
-        )
+        scores = (f"{found[0].score:.4g}", f"{best.score:.4g} (step {best.step})", f"{found[-1].score:.4g}")
+        rows.append([name, str(len(found)), *scores])
     table = _table(["set", "evaluations", "first", "best", "last"], rows, numbers=4)
     return _card("Evaluations", "Mean reward of held-out prompts.", table) if rows else ""
 
@@ -212,14 +205,11 @@ def _scheduling(history: History) -> str:
     table = ""
     if advice is not None:
         parts += advice.lines
-        slots = advice.observed.slots
-        parts.append(
-            f"Simulated with these lengths (docs/scheduling.md), {advice.choices[0].rule}, {slots} slots:"
-        )
-        rows = [
-            [str(c.bound), f"{c.step_s:.3g}", f"{c.running:.0f}", share(c.masked), f"{c.split:.0%}"]
-            for c in advice.choices
-        ]
+        under = f"{advice.choices[0].rule}, {advice.observed.slots} slots"
+        parts.append(f"Simulated with these lengths (docs/scheduling.md), {under}:")
+        rows = []
+        for c in advice.choices:
+            rows.append([str(c.bound), f"{c.step_s:.3g}", f"{c.running:.0f}", share(c.masked), f"{c.split:.0%}"])
         table = _table(["bound", "s a step", "running", "tokens masked", "groups split"], rows, numbers=4)
     return _card("Scheduling", "", "".join(f"<p>{escape(line)}</p>" for line in parts) + table) if parts else ""
 
@@ -236,20 +226,15 @@ def _pauses_text(history: History) -> str:
 
 def _drops(history: History, accounts: Accounts | None) -> str:
     """By reason, most first."""
-    of = accounts.dropped if accounts is not None and accounts.dropped else history.drops
-    unit = "samples" if accounts is not None and accounts.dropped else "groups"
-    issued = f" of {accounts.issued:,} issued" if accounts is not None and unit == "samples" else ""
-    rows = [
-        [reason, f"{n:,}", meaning(reason) or "a reason of the run's own filter"]
-        for reason, n in sorted(of.items(), key=lambda i: -i[1])
-    ]
-    return (
-        _card(
-            "Dropped", f"{sum(of.values()):,} {unit}{issued}, by reason.", _table(["reason", unit, ""], rows, numbers=0)
-        )
-        if rows
-        else ""
-    )
+    if accounts is not None and accounts.dropped:
+        of, unit, issued = accounts.dropped, "samples", f" of {accounts.issued:,} issued"
+    else:
+        of, unit, issued = history.drops, "groups", ""
+    if not of:
+        return ""
+    rows = [[why, f"{n:,}", meaning(why) or OWN_REASON] for why, n in sorted(of.items(), key=lambda i: -i[1])]
+    table = _table(["reason", unit, ""], rows, numbers=0)
+    return _card("Dropped", f"{sum(of.values()):,} {unit}{issued}, by reason.", table)
 
 
 def _system(run: Run) -> str:
@@ -271,9 +256,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int, 
     lines = []
     for number, row in enumerate(rows):
         total = ' class="sum"' if last_is_sum and number == len(rows) - 1 else ""
-        lines.append(
-            f"<tr{total}>" + "".join(f"<td{k}>{escape(c)}</td>" for k, c in zip(kinds, row, strict=True)) + "</tr>"
-        )
+        cells = "".join(f"<td{k}>{escape(c)}</td>" for k, c in zip(kinds, row, strict=True))
+        lines.append(f"<tr{total}>{cells}</tr>")
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
@@ -303,9 +287,8 @@ def _ledger(accounts: Accounts | None) -> str:
 
 def _events(history: History) -> str:
     rows: list[tuple[float, str, str, str]] = []
-    rows += [
-        (float(r["wall"]), str(r["level"]), f"{r['actor']}: {r['event']}", str(r["text"])) for r in history.faults[-60:]
-    ]
+    for r in history.faults[-60:]:
+        rows.append((float(r["wall"]), str(r["level"]), f"{r['actor']}: {r['event']}", str(r["text"])))
     for r in history.knobs:
         if int(r["epoch"]) > 0:
             why = f" ({r['reason']})" if r.get("reason") else ""

@@ -13,17 +13,7 @@ from actors.runtime.readable import bounded
 
 TEXT_CHARS = 3_000  # of a prompt, a response or a turn
 SHOWN_SAMPLE = (
-    "sample",
-    "step",
-    "reward",
-    "rewards",
-    "label",
-    "version",
-    "tokens",
-    "finish",
-    "prompt",
-    "response",
-    "turns",
+    *("sample", "step", "reward", "rewards", "label", "version", "tokens", "finish", "prompt", "response", "turns"),
 )
 
 

@@ -22,30 +22,8 @@ Row = dict[str, Any]
 Decode = Callable[[Iterable[int]], str]
 OF_ENTRIES = ("stream", "id", "wall", "bytes", "type")
 OF_SAMPLES = (
-    *(
-        "sample",
-        "group",
-        "prompt_id",
-        "index",
-        "n_samples",
-        "rm_type",
-        "label",
-        "eval_name",
-        "step",
-        "prompt_tokens",
-        "tokens",
-    ),
-    *(
-        "turns",
-        "versions",
-        "oldest_version",
-        "newest_version",
-        "finish",
-        "worker",
-        "resumed_tokens",
-        "generate_s",
-        "reward",
-    ),
+    *("sample", "group", "prompt_id", "index", "n_samples", "rm_type", "label", "eval_name", "step", "prompt_tokens", "tokens"),
+    *("turns", "versions", "oldest_version", "newest_version", "finish", "worker", "resumed_tokens", "generate_s", "reward"),
     *("rewards.", "scorer", "score_s", "reason", "prompt", "response"),
 )
 TEXTS = ("prompt", "response")

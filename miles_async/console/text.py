@@ -129,6 +129,7 @@ MEANING = {
     "surplus": "at bound 0: groups of a wave larger than its batch",
     "nonfinite_gradient": "the step's gradient was not finite twice",
 }
+OWN_REASON = "a reason of the run's own filter"
 
 
 def meaning(reason: str) -> str:

@@ -62,10 +62,16 @@ async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist
             await bus.append([Out(EVENTS, _event(present[key], wall)) for key in late], repeatable=True)
         except (BusUnreachable, BusFull):
             first_seen.clear()  # the actors meet the same; their supervisor deals with it
-        try:
-            await asyncio.wait_for(stop.wait(), every_s)
-        except TimeoutError:
-            continue
+        await stopped(stop, every_s)
+
+
+async def stopped(stop: asyncio.Event, seconds: float) -> bool:
+    """Wait for `stop` that long; whether it has come."""
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _event(finding: Finding, wall: float) -> Event:

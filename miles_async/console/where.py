@@ -37,18 +37,7 @@ _COMPARE: dict[type, Callable[[Any, Any], bool]] = {
 _ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)")
 _CALLS: dict[str, Callable[[Any], Any]] = {"len": len, "abs": abs}
 _NODES = (
-    *(
-        ast.Expression,
-        ast.BoolOp,
-        ast.And,
-        ast.Or,
-        ast.UnaryOp,
-        ast.Not,
-        ast.USub,
-        ast.BinOp,
-        ast.Compare,
-        ast.Constant,
-    ),
+    *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Compare, ast.Constant),
     *(ast.Name, ast.Load, ast.List, ast.Tuple, ast.Call, *_ARITHMETIC, *_COMPARE),
 )
 

@@ -22,7 +22,7 @@ READ_BY_LIBRARIES = re.compile(
 )
 SECRET = re.compile(r"TOKEN$|_TOKEN|KEY|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 GPU_FIELDS = ("name", "driver_version", "memory.total", "ecc.mode.current", "persistence_mode")
-ASK_S = 10.0
+ASK_S = 20.0
 
 
 def write_env_report(run_dir: Path) -> Path:
@@ -34,6 +34,8 @@ def write_env_report(run_dir: Path) -> Path:
 
 def environment() -> dict[str, Any]:
     """As it is now."""
+    packages = sorted(distributions(), key=lambda d: str(d.metadata["Name"]).lower())
+    variables = sorted(os.environ.items())
     return {
         "python": sys.version,
         "executable": sys.executable,
@@ -42,21 +44,17 @@ def environment() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
-        "gpus": _gpus(),
-        "packages": {
-            d.metadata["Name"]: d.version
-            for d in sorted(distributions(), key=lambda d: str(d.metadata["Name"]).lower())
-        },
-        "variables": {
-            k: v for k, v in sorted(os.environ.items()) if READ_BY_LIBRARIES.match(k) and not SECRET.search(k)
-        },
+        "gpus": [dict(zip(GPU_FIELDS, row, strict=False)) for row in of_gpus(*GPU_FIELDS)],
+        "packages": {d.metadata["Name"]: d.version for d in packages},
+        "variables": {k: v for k, v in variables if READ_BY_LIBRARIES.match(k) and not SECRET.search(k)},
     }
 
 
-def _gpus() -> list[dict[str, str]]:
+def of_gpus(*fields: str, form: str = "csv,noheader") -> list[list[str]]:
+    """What nvidia-smi says of each GPU of this host, field by field; nothing without it."""
+    ask = ["nvidia-smi", f"--query-gpu={','.join(fields)}", f"--format={form}"]
     try:
-        ask = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
         told = subprocess.run(ask, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [dict(zip(GPU_FIELDS, map(str.strip, line.split(",")), strict=False)) for line in told.strip().splitlines()]
+    return [[cell.strip() for cell in line.split(",")] for line in told.strip().splitlines()]

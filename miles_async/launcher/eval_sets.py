@@ -3,9 +3,7 @@ file's defaults, else the --eval-* settings."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from actors.runtime.snapshot import readable
 from bus import Bus
 from bus.messages.control import EvalDone
 from bus.topology import EVAL_RESULTS
+from miles_async.settings.custom_config import read_document
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.run import RunSettings
 
@@ -65,10 +64,8 @@ def eval_sets(settings: RunSettings) -> list[SetSpec]:
     found = [_one(base | defaults | table, e.eval_config) for table in tables]
     names = [one.name for one in found]
     if not found or len(set(names)) < len(names):
-        raise SettingsError(
-            "two data sets have one name" if found else "it names no data set", field="eval_config", value=e.eval_config,
-            remedy="Give each its own name under eval.datasets.",
-        )  # fmt: skip
+        why = "two data sets have one name" if found else "it names no data set"
+        raise settings.flat.refusal("eval_config", why, "Give each its own name under eval.datasets.")
     return found
 
 
@@ -95,14 +92,10 @@ def _one(given: dict[str, Any], file: str) -> SetSpec:
 def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Defaults and tables of a file {eval: {defaults, datasets: []}}, TOML or YAML."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        if file.endswith(".toml"):
-            found: Any = tomllib.loads(text)
-        else:
-            found = import_module("yaml").safe_load(text)  # transformers brings it
+        found = read_document(Path(file))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"cannot be read: {error}", field="eval_config", value=file) from None
-    except Exception as error:  # noqa: BLE001 - the two parsers' own
+    except (ImportError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise SettingsError(f"neither TOML (.toml) nor YAML: {error}", field="eval_config", value=file) from None
     table = found.get("eval", found) if isinstance(found, Mapping) else None
     defaults = table.get("defaults") or {} if isinstance(table, Mapping) else None

@@ -102,18 +102,14 @@ def _try(module: str, names: str, body: bytes) -> None:
     try:
         status, output, errors = _run(module, body)
     except subprocess.TimeoutExpired:
-        raise SettingsError(
-            f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s",
-            remedy="Look for a loop or a wait in it.",
-        ) from None
+        why = f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s"
+        raise SettingsError(why, remedy="Look for a loop or a wait in it.") from None
     try:
         answers = msgspec.json.decode(output, type=Answer | list[Answer])
     except UNREADABLE:
         last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise SettingsError(
-            f"{names}: the process that tried it ended with status {status}: {last[:300]}",
-            remedy=f"Run python -m {module} by hand, or leave the hook out.",
-        ) from None
+        why = f"{names}: the process that tried it ended with status {status}: {last[:300]}"
+        raise SettingsError(why, remedy=f"Run python -m {module} by hand, or leave the hook out.") from None
     refused = Refusals()
     for answer in answers if isinstance(answers, list) else [answers]:
         if answer.field:
@@ -160,12 +156,8 @@ def check_quantization(settings: RunSettings) -> None:
     try:
         read_scheme(config)
     except ValueError as error:
-        raise SettingsError(
-            str(error),
-            field="hf_checkpoint",
-            value=settings.model.hf_checkpoint,
-            remedy="Give a plain (bfloat16) or block-scaled FP8 directory of this model.",
-        ) from None
+        remedy = "Give a plain (bfloat16) or block-scaled FP8 directory of this model."
+        raise settings.flat.refusal("hf_checkpoint", str(error), remedy) from None
 
 
 def check_architecture(settings: RunSettings) -> None:

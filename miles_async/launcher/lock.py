@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import refusal
 
 LOCK = "launcher.lock"
 
@@ -22,12 +22,9 @@ def only_launcher(run_dir: Path, name: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(handle, 20).decode("ascii", "replace").strip() or "unknown"
-            raise SettingsError(
-                f"run {name} is already kept by launcher {holder} on this host",
-                field="name",
-                value=name,
-                remedy="Look at it with miles-async status, end it with miles-async stop, or choose another --name.",
-            ) from None
+            why = f"run {name} is already kept by launcher {holder} on this host"
+            remedy = "Look at it with miles-async status, end it with miles-async stop, or choose another --name."
+            raise refusal("name", name, why, remedy) from None
         os.ftruncate(handle, 0)
         os.write(handle, f"{os.getpid()}\n".encode())
         yield

@@ -6,7 +6,6 @@ torch and SGLang have the only word. The rest is pure. GPUs of other hosts (--tr
 """
 
 import json
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from actors.trainer.batch.memory import (
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.layout import Layout, Shape, layout_of, refusals
+from miles_async.launcher.env_report import of_gpus
 from miles_async.launcher.plan import told
 from miles_async.settings.colocate import memory_fraction
 from miles_async.settings.errors import SettingsError, refusal, show
@@ -94,14 +94,12 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
             lower = f"Lower --{field.replace('_', '-')} to {most:.2f}" if less else "Train on more GPUs"
             if turn == "trainer" and need - awake + trainer.resident() <= total:
                 lower = "Set --fsdp-shard all"
-            raise refusal(
-                field,
-                fraction,
+            why = (
                 f"the {turn}'s turn on a shared GPU needs {_gib(need)} of {_gib(total)} ({parts}, weights on their way "
                 f"{_gib(copy)}, train_memory_margin_bytes {_gib(margin)}; offload_train = {show(g.offload_train)}, "
-                f"offload_rollout = {show(g.offload_rollout)})",
-                f"{lower}, {apart}.",
+                f"offload_rollout = {show(g.offload_rollout)})"
             )
+            raise refusal(field, fraction, why, f"{lower}, {apart}.")
 
 
 class Trainer:
@@ -373,11 +371,9 @@ def host_bytes() -> int:
 
 def gpu_bytes() -> int | None:
     """Memory of the smallest GPU of this host; None without nvidia-smi."""
-    ask = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True).stdout
-        return min(int(line) << 20 for line in said.split())
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return min(int(mib) << 20 for [mib] in of_gpus("memory.total", form="csv,noheader,nounits"))
+    except ValueError:
         return None
 
 

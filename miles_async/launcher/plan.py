@@ -161,86 +161,66 @@ def room_specs(settings: RunSettings, place: Place, *, evaluating: bool = False)
     data sets has an evaluator of none then, who gives it up."""
     r, c = settings.rollout, settings.ckpt
     lookahead = r.staleness_lookahead if r.staleness_policy == "wait" else 0
-    rooms: list[tuple[str, str, Any]] = [
-        (
-            "trainer",
-            "trainer",
-            told(
-                TrainerSpec,
-                settings.flat,
-                backend=backend_config(settings, place),
-                weights_dir=place.weights_dir,
-                num_rollout=place.num_rollout,
-                save="" if c.no_save or settings.launch.debug_rollout_only else here(c.save),
-                save_hf=here(c.save_hf),
-                save_trigger_sentinel=here(c.save_trigger_sentinel),
-                load=here(load_dir(settings)),
-                ckpt_step=None if c.finetune or same(c.load, c.save) else c.ckpt_step,  # there the tracker was moved
-                fingerprint=place.fingerprint,
-                courier=courier_spec(settings),
-                turns=turn_spec(settings),
-                lookahead=lookahead,
-                backend_name="none" if settings.launch.debug_rollout_only else settings.flat.train_backend,
-                ranks=1 if settings.launch.debug_rollout_only else settings.flat.train_ranks,
-                record=here(c.save_debug_rollout_data),
-                replay_from=here(c.load_debug_rollout_data),
-                hook_values=custom_config(r.custom_config_path),
-                train_env_vars=_variables(settings),
-            ),
-        ),
-        (
-            "publisher",
-            "publisher",
-            PublisherSpec(
-                weights_dir=place.weights_dir,
-                wave_fraction=settings.sglang.update_weight_wave_fraction,
-                activation_deadline_s=settings.sglang.update_weight_deadline_s,
-                serve_at=settings.bus.weights_address or "",
-                weights_token=place.weights_token,
-                lent=settings.flat.lent_workers,
-            ),
-        ),
-        (
-            "sampler",
-            "sampler",
-            told(
-                SamplerSpec,
-                settings.flat,
-                data=training_data(settings, place.model_dir, place.stop_token_ids),
-                num_rollout=place.num_rollout,
-                shuffle=r.rollout_shuffle,
-                stop_token_ids=place.stop_token_ids,
-                top_k=r.rollout_top_k,
-                lookahead=lookahead,
-                keeps_checkpoints=not (c.no_save or settings.launch.debug_rollout_only),
-            ),
-        ),
-        (
-            "filter",
-            "filter",
-            FilterSpec(
-                custom_filter=_custom(r.dynamic_sampling_filter_path),
-                hook_values=custom_config(r.custom_config_path),
-                shows_all_to=r.rollout_all_samples_process_path or "",
-                hooks_within_s=r.batch_hook_timeout_s,
-                model_dir=place.model_dir,
-            ),
-        ),
-        (
-            "partial",
-            "partial",
-            PartialSpec(
-                buffer_filter=r.buffer_filter_path or "fifo",
-                mask_offpolicy=r.mask_offpolicy_in_partial_rollout,
-                hooks_within_s=r.batch_hook_timeout_s,
-            ),
-        ),
-    ]
+    alone: dict[str, Any] = {}  # rooms with one actor, of their own name
+    alone["trainer"] = told(
+        TrainerSpec,
+        settings.flat,
+        backend=backend_config(settings, place),
+        weights_dir=place.weights_dir,
+        num_rollout=place.num_rollout,
+        save="" if c.no_save or settings.launch.debug_rollout_only else here(c.save),
+        save_hf=here(c.save_hf),
+        save_trigger_sentinel=here(c.save_trigger_sentinel),
+        load=here(load_dir(settings)),
+        ckpt_step=None if c.finetune or same(c.load, c.save) else c.ckpt_step,  # there the tracker was moved
+        fingerprint=place.fingerprint,
+        courier=courier_spec(settings),
+        turns=turn_spec(settings),
+        lookahead=lookahead,
+        backend_name="none" if settings.launch.debug_rollout_only else settings.flat.train_backend,
+        ranks=1 if settings.launch.debug_rollout_only else settings.flat.train_ranks,
+        record=here(c.save_debug_rollout_data),
+        replay_from=here(c.load_debug_rollout_data),
+        hook_values=custom_config(r.custom_config_path),
+        train_env_vars=_variables(settings),
+    )
+    if c.load_debug_rollout_data:  # --debug-train-only: the trainer alone, fed from files
+        return [(name, name, spec) for name, spec in alone.items()]
+    alone["publisher"] = PublisherSpec(
+        weights_dir=place.weights_dir,
+        wave_fraction=settings.sglang.update_weight_wave_fraction,
+        activation_deadline_s=settings.sglang.update_weight_deadline_s,
+        serve_at=settings.bus.weights_address or "",
+        weights_token=place.weights_token,
+        lent=settings.flat.lent_workers,
+    )
+    alone["sampler"] = told(
+        SamplerSpec,
+        settings.flat,
+        data=training_data(settings, place.model_dir, place.stop_token_ids),
+        num_rollout=place.num_rollout,
+        shuffle=r.rollout_shuffle,
+        stop_token_ids=place.stop_token_ids,
+        top_k=r.rollout_top_k,
+        lookahead=lookahead,
+        keeps_checkpoints=not (c.no_save or settings.launch.debug_rollout_only),
+    )
+    alone["filter"] = FilterSpec(
+        custom_filter=_custom(r.dynamic_sampling_filter_path),
+        hook_values=custom_config(r.custom_config_path),
+        shows_all_to=r.rollout_all_samples_process_path or "",
+        hooks_within_s=r.batch_hook_timeout_s,
+        model_dir=place.model_dir,
+    )
+    alone["partial"] = PartialSpec(
+        buffer_filter=r.buffer_filter_path or "fifo",
+        mask_offpolicy=r.mask_offpolicy_in_partial_rollout,
+        hooks_within_s=r.batch_hook_timeout_s,
+    )
+    rooms = [(name, name, spec) for name, spec in alone.items()]
     reward = reward_spec(settings, place.model_dir)
     rooms += [(f"reward-{i}", "reward", reward) for i in range(r.num_reward_workers)]
     rooms += engine_specs(settings, place)
-    if c.load_debug_rollout_data:
-        return rooms[:1]  # --debug-train-only: the trainer alone, fed from files
     if r.environment_path:
         rooms.append(("environments", "environments", told(EnvironmentsSpec, settings.flat)))
     if settings.flat.evaluates or evaluating:

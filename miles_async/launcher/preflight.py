@@ -17,7 +17,7 @@ from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.memory import check_memory
 from miles_async.settings.checks import check_model, check_trackers, model_context
-from miles_async.settings.errors import Refusals, SettingsError, nearest
+from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
 from miles_async.settings.programs import check_programs
 from miles_async.settings.run import RunSettings
 
@@ -52,12 +52,7 @@ class Preflight:
     notes: tuple[str, ...] = ()
 
 
-def preflight(
-    settings: RunSettings,
-    *,
-    probes: Iterable[Probe] = (),
-    dry_run: bool = False,
-) -> Preflight:
+def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: bool = False) -> Preflight:
     """Check model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
 
     probes: further checks that raise SettingsError. SettingsError tells all that is wrong.
@@ -98,12 +93,9 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
         how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised}
         prompts = refused.attempt(check_prompt_data, r.prompt_data, field="prompt_data", keys=keys, **how) or prompts
     if prompts.rows and r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
-        raise SettingsError(
-            f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout",
-            field="rollout_batch_size",
-            value=r.rollout_batch_size,
-            remedy=f"Set it to at most {prompts.rows * r.num_epoch}, or set num_rollout.",
-        )
+        why = f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout"
+        remedy = f"Set it to at most {prompts.rows * r.num_epoch}, or set num_rollout."
+        raise settings.flat.refusal("rollout_batch_size", why, remedy)
     held_out = {}
     for one in refused.attempt(eval_sets, settings) or ():
         keys = {"eval_input_key": one.input_key, "eval_label_key": one.label_key, "eval_tool_key": one.tool_key}
@@ -125,7 +117,7 @@ def check_labels(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
         return (f"rm_type = {r.rm_type} compares answers with labels, and label_key is unset: name the column with --label-key",)
     if all(value_at(placed.row, r.label_key) in (None, "") for placed in prompts.head):
         problem = f"none of the first {len(prompts.head)} rows of {r.prompt_data} has a label for rm_type = {r.rm_type}"
-        raise SettingsError(problem, field="label_key", value=r.label_key, remedy="Name another column or another --rm-type.")
+        raise settings.flat.refusal("label_key", problem, "Name another column or another --rm-type.")
     return ()
 
 
@@ -139,7 +131,7 @@ def check_pictures(settings: RunSettings) -> str | None:
     if column and not family_of(model):
         problem = f"{model} reads no pictures here"
         remedy = f"Choose a model of {' or '.join(FAMILIES)}, or leave the pictures out."
-        raise SettingsError(problem, field="multimodal_keys", value=keys, remedy=remedy)
+        raise settings.flat.refusal("multimodal_keys", problem, remedy)
     return column or None
 
 
@@ -164,20 +156,13 @@ def check_prompt_lengths(
     if r.rollout_max_prompt_len is not None:
         lengths = [length for length in lengths if length <= r.rollout_max_prompt_len]
         if not lengths:
-            raise SettingsError(
-                f"every prompt checked in {r.prompt_data} is longer",
-                field="rollout_max_prompt_len",
-                value=r.rollout_max_prompt_len,
-                remedy="Raise it.",
-            )
+            why = f"every prompt checked in {r.prompt_data} is longer"
+            raise settings.flat.refusal("rollout_max_prompt_len", why, "Raise it.")
     longest = max(lengths)
     if context is not None and longest >= context:
-        raise SettingsError(
-            f"a prompt of {longest} tokens leaves no room for a response in a context of {context}",
-            field="prompt_data",
-            value=r.prompt_data,
-            remedy=f"Set --rollout-max-prompt-len {context - 1} or less to leave such prompts out.",
-        )
+        why = f"a prompt of {longest} tokens leaves no room for a response in a context of {context}"
+        remedy = f"Set --rollout-max-prompt-len {context - 1} or less to leave such prompts out."
+        raise settings.flat.refusal("prompt_data", why, remedy)
 
 
 def check_prompt_data(
@@ -212,6 +197,4 @@ def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, *, 
         parts_of(row, {name: keys[field] for name, field in fields.items()}, chat=chat, strict=True, supervised=supervised)
     except BadRow as error:
         hint = nearest(error.key, row) if "has no key" in error.problem else ""
-        raise SettingsError(
-            f"{where}: {error.problem}", field=fields[error.setting], value=error.key, remedy=hint or error.remedy
-        ) from None
+        raise refusal(fields[error.setting], error.key, f"{where}: {error.problem}", hint or error.remedy) from None

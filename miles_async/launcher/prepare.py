@@ -56,7 +56,7 @@ from miles_async.launcher.resume import (
 )
 from miles_async.settings.catalog import kinds
 from miles_async.settings.checks import GENERATION, table_in
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import SettingsError, refusal
 from miles_async.settings.live import check_patch, initial_values, whole
 from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
@@ -87,21 +87,17 @@ def check_host(settings: RunSettings) -> None:
         with tempfile.TemporaryFile(dir=run_dir) as probe:
             probe.write(b"\0")
     except OSError as error:
-        raise SettingsError(
-            f"cannot write to {run_dir.absolute()}: {(error.strerror or str(error)).lower()}",
-            field="runs_dir",
-            value=settings.launch.runs_dir,
-            remedy="Free space there, make it writable for this user, or choose another --runs-dir.",
-        ) from None
+        why = f"cannot write to {run_dir.absolute()}: {(error.strerror or str(error)).lower()}"
+        remedy = "Free space there, make it writable for this user, or choose another --runs-dir."
+        raise settings.flat.refusal("runs_dir", why, remedy) from None
     if settings.launch.launcher == "ray":
         _check_ray(settings.launch.ray_address)
 
 
 def _check_ray(address: str) -> None:
     if importlib.util.find_spec("ray") is None:
-        raise SettingsError(
-            "ray is not installed in this Python", field="launcher", value="ray", remedy="Install miles-async[ray] on all nodes."
-        )
+        why = "ray is not installed in this Python"
+        raise refusal("launcher", "ray", why, "Install miles-async[ray] on all nodes.")
     from miles_async.launcher.ray_cluster import check_head
 
     check_head(address)
@@ -146,13 +142,9 @@ def weights_dir(run_dir: Path, model: Path) -> tuple[Path, str]:
     free = shutil.disk_usage("/dev/shm").free if shared != run_dir / "weights" else need
     if free >= need or shared.exists():
         return shared, ""
-    text = (
-        f"/dev/shm has {free / 1e9:.1f} GB free and two versions of the weights may need {need / 1e9:.1f} GB: they are "
-    )
-    return (
-        run_dir / "weights",
-        f"{text}published in {run_dir / 'weights'}, which is slower (docker run --shm-size= gives more)",
-    )
+    text = f"/dev/shm has {free / 1e9:.1f} GB free and two versions of the weights may need {need / 1e9:.1f} GB: they are "
+    text += f"published in {run_dir / 'weights'}, which is slower (docker run --shm-size= gives more)"
+    return run_dir / "weights", text
 
 
 def free_weights(directory: Path) -> None:
@@ -241,12 +233,8 @@ def num_rollout(settings: RunSettings, directory: Path) -> int:
     prompts = load_prompts(training_data(settings, str(directory), stop_tokens(settings, directory))).prompts
     steps = int(r.num_epoch or 1) * len(prompts) // r.rollout_batch_size
     if steps < 1:
-        raise SettingsError(
-            f"{len(prompts)} prompts make no batch of {r.rollout_batch_size}",
-            field="num_epoch",
-            value=r.num_epoch,
-            remedy="Lower --rollout-batch-size or raise --num-epoch.",
-        )
+        why = f"{len(prompts)} prompts make no batch of {r.rollout_batch_size}"
+        raise settings.flat.refusal("num_epoch", why, "Lower --rollout-batch-size or raise --num-epoch.")
     return steps
 
 
@@ -318,10 +306,9 @@ def check_kept(values: Mapping[str, Any]) -> None:
         check_rules(whole(values))
     except SettingsError as error:
         first = str(error).splitlines()[0]
-        raise SettingsError(
-            f"the run keeps live values that do not go with its settings now: {first}",
-            remedy="Start it with the settings it had, and change the live ones with miles-async tune.",
-        ) from None
+        why = f"the run keeps live values that do not go with its settings now: {first}"
+        remedy = "Start it with the settings it had, and change the live ones with miles-async tune."
+        raise SettingsError(why, remedy=remedy) from None
 
 
 def check_plans(values: Mapping[str, Any], plans: Sequence[KnobPatch]) -> None:
@@ -329,10 +316,9 @@ def check_plans(values: Mapping[str, Any], plans: Sequence[KnobPatch]) -> None:
     try:
         leaves_plans(values, plans, check_patch)
     except KnobRejected as error:
-        raise SettingsError(
-            f"the run keeps a plan that does not go with what changed since its last start: {error.__cause__}",
-            remedy="Start it with the settings it had, cancel the plan (miles-async tune --cancel), then change them.",
-        ) from None
+        why = f"the run keeps a plan that does not go with what changed since its last start: {error.__cause__}"
+        remedy = "Start it with the settings it had, cancel the plan (miles-async tune --cancel), then change them."
+        raise SettingsError(why, remedy=remedy) from None
 
 
 async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
@@ -383,9 +369,6 @@ async def check_alone(bus: Bus, settings: RunSettings, place: Place, known: Iden
 def check_same(settings: RunSettings, place: Place, fingerprint: str, run_dir: str) -> None:
     """SettingsError when what is known of a run is of other data or group settings than these."""
     if fingerprint not in ("", place.fingerprint):
-        raise SettingsError(
-            f"there is a run of this name with other data or group settings, begun in {run_dir}",
-            field="name",
-            value=settings.launch.name,
-            remedy="Choose another --name, or rerun with the settings it began with. Nothing was changed.",
-        )
+        why = f"there is a run of this name with other data or group settings, begun in {run_dir}"
+        remedy = "Choose another --name, or rerun with the settings it began with. Nothing was changed."
+        raise settings.flat.refusal("name", why, remedy)

@@ -15,7 +15,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from importlib import metadata, util
 from pathlib import Path
@@ -28,6 +27,7 @@ from bus.errors import BusRefused, BusUnreachable
 from bus.server.binary import find_server
 from bus.server.checks import check_server
 from miles_async.console.text import human_bytes
+from miles_async.launcher.env_report import of_gpus
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.memory import parameters
 from miles_async.launcher.preflight import preflight
@@ -248,12 +248,7 @@ def version(package: str) -> str:
 
 def gpu_names() -> list[str]:
     """Of the GPUs that a process started here sees."""
-    ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=ANSWER_S * 5, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    names = said.strip().splitlines()
+    names = [name for name, *_ in of_gpus("name")]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names if chosen is None else names[: sum(word.strip() not in ("", "-1") for word in chosen.split(","))]
 

@@ -38,7 +38,7 @@ from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS
 from miles_async.console.lines import banner, starting
 from miles_async.console.live import run_console
-from miles_async.console.watchdog import watch
+from miles_async.console.watchdog import stopped, watch
 from miles_async.governor.govern import govern
 from miles_async.launcher.env_report import write_env_report
 from miles_async.launcher.eval_sets import is_evaluating
@@ -318,28 +318,22 @@ class Launcher:
                 self._asked.set()
             if over:
                 return
-            try:
-                await asyncio.wait_for(self._stop.wait(), 0.5)
-            except TimeoutError:
-                continue
+            await stopped(self._stop, 0.5)
 
     async def _keep_redis(self, embedded: EmbeddedRedis) -> None:
         """Start the embedded server again when it died; its append-only file brings the streams back. One that cannot be started
         ends the run, and is named at once: what has to be ended without a bus takes its time."""
-        while not self._stop.is_set():
+        while not await stopped(self._stop, 0.2):
+            if await asyncio.to_thread(embedded.is_alive):
+                continue
             try:
-                await asyncio.wait_for(self._stop.wait(), 0.2)
-            except TimeoutError:
-                if await asyncio.to_thread(embedded.is_alive):
-                    continue
-                try:
-                    await embedded.open()
-                except (MilesAsyncError, OSError) as error:
-                    text = disk_text(error, (str(self._run_dir),)) or str(error)
-                    print(f"note: Redis died and does not start again: {text} All actors end now.", file=sys.stderr, flush=True)
-                    self._lost = self._lost or RunFailed(text, status=EXIT_REFUSED)
-                    self._asked.set()
-                    return
+                await embedded.open()
+            except (MilesAsyncError, OSError) as error:
+                text = disk_text(error, (str(self._run_dir),)) or str(error)
+                print(f"note: Redis died and does not start again: {text} All actors end now.", file=sys.stderr, flush=True)
+                self._lost = self._lost or RunFailed(text, status=EXIT_REFUSED)
+                self._asked.set()
+                return
 
     def _vitals(self, state: ActorState) -> Vitals:
         wall, host = self._bus.clock.wall(), socket.gethostname()

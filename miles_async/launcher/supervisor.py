@@ -16,6 +16,7 @@ from actors.runtime.drain import Patience, drained
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_DRAINED, EXIT_REFUSED, disk_text
 from bus import Bus, Clock
 from bus.errors import MilesAsyncError, printable
+from miles_async.console.watchdog import stopped
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
@@ -159,7 +160,7 @@ class Supervisor:
                 if not told_full:
                     self.notes.append(("restart", f"{name} cannot be started, and is tried again until there is space: {why}"))
                 told_full = True
-                await self._pause(FULL_S)
+                await stopped(self._stopping, FULL_S)
                 continue
             began, full_since, told_full = self._clock.monotonic(), 0.0, False
             if self._stopping.is_set():  # asked to drain while it started
@@ -170,10 +171,10 @@ class Supervisor:
                 return
             if end.moved:
                 self.notes.append(("moved", f"{name}: {end.moved}; it is placed anew"))
-                await self._pause(AGAIN_S)
+                await stopped(self._stopping, AGAIN_S)
                 continue
             if end.code == EXIT_DRAINED:  # by somebody else, for the run goes on; or the launcher is about to hear the same wish
-                await self._pause(AGAIN_S)
+                await stopped(self._stopping, AGAIN_S)
                 if not self._stopping.is_set():
                     self.notes.append(("restart", f"{name} was asked to end (SIGTERM), and drained; the run goes on: restarting"))
                 continue
@@ -198,14 +199,7 @@ class Supervisor:
             kept.failures = [*kept.failures[-64:], ending]
             failed = f"{describe_exit(end.code)}: {cause.rstrip('.')}"
             self.notes.append(("restart", text))
-            await self._pause(verdict.after_s)
-
-    async def _pause(self, seconds: float) -> None:
-        """Cut short by the end of the run."""
-        try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
-        except TimeoutError:
-            return
+            await stopped(self._stopping, verdict.after_s)
 
     async def _unless_stopping(self, work: Coroutine[Any, Any, None]) -> bool:
         """Whether `work` was done; it is cancelled when the run ends before."""
@@ -235,11 +229,8 @@ class Supervisor:
         self._stopping.set()
         late: list[str] = []
         for last in (False, True):
-            living = {
-                name: k
-                for name, k in self.kept.items()
-                if (records and k.spec.role == "recorder") == last and not k.over.is_set()
-            }
+            now = [k for k in self.kept.values() if (records and k.spec.role == "recorder") == last]
+            living = {k.spec.name: k for k in now if not k.over.is_set()}
             obeyed = await asyncio.gather(*(self._end(name, k, timeout_s, finishes) for name, k in living.items()))
             late += [name for name, in_time in zip(living, obeyed, strict=True) if not in_time]
         return late

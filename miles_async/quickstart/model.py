@@ -10,7 +10,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -37,37 +37,22 @@ class ModelDirectoryTaken(MilesAsyncError, FileExistsError):
     """The directory holds something else than the model asked for; it is left as it is."""
 
 
-def make_model(
-    directory: Path,
-    task: Task,
-    *,
-    seed: int,
-    progress: Callable[[float], None] | None = None,
-) -> None:
+def make_model(directory: Path, task: Task, *, seed: int) -> None:
     """Make the model directory of `task`, in float32, unless the same one is already there (then return at once).
 
-    About 30 s on one core for arithmetic. `progress` is called with the share done, 0 to 1. quickstart.json records seed,
-    recipe and the accuracy on development and held-out problems. Raises ModelDirectoryTaken when `directory` holds
-    something else and WarmStartFailed when the recipe misses its target; both leave nothing behind.
+    About 30 s on one core for arithmetic. quickstart.json records seed, recipe and the accuracy on development and held-out
+    problems. Raises ModelDirectoryTaken when `directory` holds something else and WarmStartFailed when the recipe misses its
+    target; both leave nothing behind.
     """
-    made_from = json.loads(
-        json.dumps(
-            {
-                "task": task.name,
-                "recipe": RECIPE,
-                "seed": seed,
-                "shape": asdict(task.shape),
-                "lessons": asdict(task.lessons),
-            }
-        )
-    )
+    made_from: dict[str, object] = {"task": task.name, "recipe": RECIPE, "seed": seed}
+    made_from |= {"shape": asdict(task.shape), "lessons": json.loads(json.dumps(asdict(task.lessons)))}  # as a stamp has them
     if _is_made(directory, made_from):
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = Path(mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         with _one_thread():
-            _build(building, made_from, task, seed=seed, progress=progress)
+            _build(building, made_from, task, seed=seed)
         try:
             building.rename(directory)
         except OSError:
@@ -78,28 +63,20 @@ def make_model(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _build(
-    directory: Path,
-    made_from: dict[str, object],
-    task: Task,
-    *,
-    seed: int,
-    progress: Callable[[float], None] | None,
-) -> None:
+def _build(directory: Path, made_from: dict[str, object], task: Task, *, seed: int) -> None:
     _, held_out = task.shipped()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(seed, "warm-start", "init"))
         model = Qwen3ForCausalLM(_config(task, use_cache=False))
     without = frozenset(problem.prompt for problem in held_out)
-    development = warm_start(model, task, seed=seed, without=without, progress=progress)
+    development = warm_start(model, task, seed=seed, without=without)
     measured = {
         "development_accuracy": round(development, 4),
         "held_out_accuracy": round(accuracy(model, task, held_out), 4),
     }
     _config(task, use_cache=True).save_pretrained(directory)
-    GenerationConfig(
-        eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, max_length=task.max_tokens
-    ).save_pretrained(directory)
+    generation = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "do_sample": True, "max_length": task.max_tokens}
+    GenerationConfig(**generation).save_pretrained(directory)
     weights = directory / "model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, weights, {"format": "pt"})
     weights.chmod(0o644)  # safetensors and mkdtemp make private files; the model is for every user of the machine
@@ -131,9 +108,7 @@ def _config(task: Task, *, use_cache: bool) -> Qwen3Config:
 
 def _is_made(directory: Path, made_from: dict[str, object]) -> bool:
     """True when this very model is there, False when nothing is. Raises ModelDirectoryTaken for anything else."""
-    if not directory.exists():
-        return False
-    if directory.is_dir() and not any(directory.iterdir()):
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return False
     try:
         stamp = json.loads((directory / STAMP).read_text(encoding="utf-8"))

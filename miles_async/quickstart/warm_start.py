@@ -14,7 +14,7 @@ equal seeds give equal weights.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 
 import torch
@@ -38,39 +38,22 @@ class WarmStartFailed(MilesAsyncError):
     """The blend missed the accepted range of accuracy. A defect of the recipe; the seeds in use do not have it."""
 
 
-def warm_start(
-    model: torch.nn.Module,
-    task: Task,
-    *,
-    seed: int,
-    without: frozenset[str],
-    progress: Callable[[float], None] | None = None,
-) -> float:
+def warm_start(model: torch.nn.Module, task: Task, *, seed: int, without: frozenset[str]) -> float:
     """Train `model` in place and return its greedy accuracy on the development problems, 0 to 1.
 
-    `without` holds the prompts never to train on. `progress` is called with the share of the work done, 0 to 1.
-    Raises WarmStartFailed when the accuracy is outside the recipe's `accepted`.
+    `without` holds the prompts never to train on. Raises WarmStartFailed when the accuracy is outside the recipe's `accepted`.
     """
     recipe = task.lessons
     development = development_problems(task, recipe.development, seed=seed, without=without)
     unseen = without | {problem.prompt for problem in development}
-    report = progress or (lambda _share: None)
-    total = recipe.learn_steps + recipe.careless_steps
-
-    def learn_share(step: int) -> None:
-        report(step / total)
-
-    def careless_share(step: int) -> None:
-        report((recipe.learn_steps + step) / total)
-
     problems = recipe.learn_steps * recipe.batch_size
     right = task.lesson(seed_for(seed, "warm-start", "learn"), problems, without=unseen)
-    _learn(model, recipe, (_pair(task, problem, problem.written) for problem in right), learn_share)
+    _learn(model, recipe, (_pair(task, problem, problem.written) for problem in right))
     able = _copy(model)
     again = task.stream(seed_for(seed, "warm-start", "careless"), without=unseen)
     slips = random.Random(seed_for(seed, "warm-start", "slips"))
     answers = (_pair(task, problem, task.careless(slips, problem)) for problem in again)
-    _grow_careless(model, recipe, answers, careless_share)
+    _steps(model, recipe, answers, recipe.careless_steps, [*model.parameters()], recipe.careless_lr, warmup=10, floor=0.1)
     reached = _blend(model, able, _copy(model), task, development, recipe.target_accuracy)
     low, high = recipe.accepted
     if not low <= reached <= high:
@@ -145,44 +128,38 @@ def _backward(model: torch.nn.Module, recipe: WarmStart, pairs: Sequence[Pair]) 
         (F.cross_entropy(logits, expected[counted]) * share).backward()
 
 
-def _learn(
-    model: torch.nn.Module,
-    recipe: WarmStart,
-    pairs: Iterator[Pair],
-    report: Callable[[int], None],
-) -> None:
+def _learn(model: torch.nn.Module, recipe: WarmStart, pairs: Iterator[Pair]) -> None:
+    """Lesson 1: the matrices inside the layers by Muon."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
-    muon, adam = (
-        Muon(matrices),
-        torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
-    )
-    for step in range(recipe.learn_steps):
-        scale = _schedule(step, recipe.learn_steps, warmup=50, floor=0.05)
-        _set_lr(adam, recipe.adam_lr * scale)
-        _backward(model, recipe, list(islice(pairs, recipe.batch_size)))
-        torch.nn.utils.clip_grad_norm_(rest, 1.0)
-        adam.step()
-        muon.step(lr=recipe.muon_lr * scale, weight_decay=recipe.weight_decay)
-        model.zero_grad(set_to_none=True)
-        report(step + 1)
+    _steps(model, recipe, pairs, recipe.learn_steps, rest, recipe.adam_lr, warmup=50, floor=0.05, muon=Muon(matrices))
 
 
-def _grow_careless(
+def _steps(
     model: torch.nn.Module,
     recipe: WarmStart,
     pairs: Iterator[Pair],
-    report: Callable[[int], None],
+    steps: int,
+    parameters: list[torch.nn.Parameter],
+    lr: float,
+    *,
+    warmup: int,
+    floor: float,
+    muon: Muon | None = None,
 ) -> None:
-    adam = torch.optim.AdamW(model.parameters(), lr=recipe.careless_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    for step in range(recipe.careless_steps):
-        _set_lr(adam, recipe.careless_lr * _schedule(step, recipe.careless_steps, warmup=10, floor=0.1))
+    """So many batches: `parameters` by AdamW with the peak rate `lr`, others by `muon`."""
+    adam = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    for step in range(steps):
+        scale = min(1.0, (step + 1) / warmup) * (1 - (1 - floor) * step / steps)  # up, then down to `floor`
+        for group in adam.param_groups:
+            group["lr"] = lr * scale
         _backward(model, recipe, list(islice(pairs, recipe.batch_size)))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         adam.step()
+        if muon is not None:
+            muon.step(lr=recipe.muon_lr * scale, weight_decay=recipe.weight_decay)
         model.zero_grad(set_to_none=True)
-        report(step + 1)
 
 
 def _blend(
@@ -207,16 +184,6 @@ def _blend(
     assert nearest is not None
     model.load_state_dict(nearest[2])
     return nearest[1]
-
-
-def _schedule(step: int, steps: int, *, warmup: int, floor: float) -> float:
-    """Share of the peak learning rate: up over `warmup` steps, down to `floor` at the end."""
-    return min(1.0, (step + 1) / warmup) * (1 - (1 - floor) * step / steps)
-
-
-def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
 
 
 def _copy(model: torch.nn.Module) -> dict[str, torch.Tensor]:

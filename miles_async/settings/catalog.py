@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from miles_async.settings import megatron_fields
+from miles_async.settings.doc import Facts
 from miles_async.settings.run import RunSettings
 
 Kind = Literal["bool", "int", "float", "str", "choice", "list", "table"]
@@ -48,8 +49,8 @@ class Shape(NamedTuple):
     bounds: msgspec.Meta | None
 
 
-@dataclass(frozen=True, slots=True)
-class FieldSpec:
+@dataclass(frozen=True, kw_only=True)
+class FieldSpec(Facts):
     """One settings field. `type` is its annotation with bounds, as msgspec converts to it."""
 
     name: str
@@ -84,50 +85,6 @@ class FieldSpec:
     @property
     def text(self) -> str:
         return self.meta.description or ""
-
-    @property
-    def unit(self) -> str:
-        return str((self.meta.extra or {})["unit"])
-
-    @property
-    def derived(self) -> str:
-        """The rule that fills the field in when it is not given, or the empty string."""
-        return str((self.meta.extra or {})["derived"])
-
-    @property
-    def live(self) -> str:
-        """Where a change takes effect while the run goes on; empty: it is fixed for the run."""
-        return str((self.meta.extra or {})["live"])
-
-    @property
-    def follows(self) -> bool:
-        """Whether it is derived again after each change of others."""
-        return bool((self.meta.extra or {})["follows"])
-
-    @property
-    def shipped(self) -> tuple[str, ...]:
-        """Names that it may have beside dotted paths; empty: any text."""
-        return tuple((self.meta.extra or {})["shipped"])
-
-    @property
-    def ours(self) -> bool:
-        """Miles has no flag for it."""
-        return bool((self.meta.extra or {})["ours"])
-
-    @property
-    def secret(self) -> bool:
-        """Whether it stays off the bus."""
-        return bool((self.meta.extra or {})["secret"])
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        return tuple((self.meta.extra or {})["aliases"])
-
-    @property
-    def auto(self) -> int | None:
-        """What the word "auto" stands for; None where it is no value."""
-        found: int | None = (self.meta.extra or {})["auto"]
-        return found
 
     @property
     def bounds(self) -> tuple[tuple[str, str, float], ...]:
@@ -188,10 +145,10 @@ def catalog() -> dict[str, FieldSpec]:
         for field in msgspec.structs.fields(table.type):
             bare, meta = typing.get_args(field.type)
             default = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
-            spec = FieldSpec(field.name, table.name, field.type, default, _shape(bare), meta)
             if field.name in specs:
                 raise TypeError(f"field {field.name} stands in [{specs[field.name].group}] and [{table.name}]")
-            specs[field.name] = spec
+            told = {"name": field.name, "group": table.name, "type": field.type, "default": default}
+            specs[field.name] = FieldSpec(**told, shape=_shape(bare), meta=meta, **meta.extra)
     return specs
 
 

@@ -13,14 +13,14 @@ OF_A_FIRST_START = ("no_load_optim", "no_load_rng", "finetune")
 
 def options_agree(s: Flat) -> None:
     if s.no_save and s.save_trigger_sentinel is not None:
-        raise refusal("save_trigger_sentinel", s.save_trigger_sentinel, "no_save is on", "Keep one of the two.")
+        raise s.refusal("save_trigger_sentinel", "no_save is on", "Keep one of the two.")
     if s.no_save and s.save_hf is not None:
-        raise refusal("save_hf", s.save_hf, "it is written with each checkpoint and no_save is on", "Keep one of the two.")
+        raise s.refusal("save_hf", "it is written with each checkpoint and no_save is on", "Keep one of the two.")
     every, interval = s.save_retain_interval, s.save_interval
     if every is not None and every % interval:
         low = every // interval * interval
         near = " or ".join(str(n) for n in (low, low + interval) if n)
-        raise refusal("save_retain_interval", every, f"no multiple of save_interval = {interval}", f"Nearest: {near}.")
+        raise s.refusal("save_retain_interval", f"no multiple of save_interval = {interval}", f"Nearest: {near}.")
 
 
 def a_start_from_another_run_has_a_place_of_its_own(s: Flat) -> None:
@@ -30,14 +30,14 @@ def a_start_from_another_run_has_a_place_of_its_own(s: Flat) -> None:
         if getattr(s, name) and (same or s.no_save):
             why = "no_save is on" if s.no_save else f"load and save are one directory ({s.save})"
             text = f"{why}, and each restart would do it again"
-            raise refusal(name, True, text, "Give --load OLD and a --save of its own.")
+            raise s.refusal(name, text, "Give --load OLD and a --save of its own.")
 
 
 def a_run_without_checkpoints_takes_none_up(s: Flat) -> None:
     """It would be passed over in silence: after a crash the run could go back to that alone, and learn the same again."""
     if s.no_save and not _one_place(s):
         remedy = "Give its weights as --hf-checkpoint LOAD/iter_NUMBER, or leave out --no-save."
-        raise refusal("load", s.load, "no_save is on, and a run that writes no checkpoints resumes from none", remedy)
+        raise s.refusal("load", "no_save is on, and a run that writes no checkpoints resumes from none", remedy)
 
 
 def _one_place(s: Flat) -> bool:

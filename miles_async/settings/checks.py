@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_async.settings.errors import SettingsError, parsed
+from miles_async.settings.errors import SettingsError, parsed, refusal
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import check_second_models, reference_dir, start_dir
 
@@ -21,19 +21,13 @@ MEGATRON_FILES = (".metadata", "common.pt", "metadata.json", "latest_checkpointe
 
 def check_model(settings: RunSettings) -> dict[str, Any]:
     """The model's config.json; empty for a builtin model."""
-
     config: dict[str, Any] = {}
-    builtin = settings.model.builtin_name
-    if builtin is not None:
+    if settings.model.builtin_name is not None:
         from miles_async.quickstart.tasks import TASKS
 
-        if builtin not in TASKS:
-            raise SettingsError(
-                "no such builtin model",
-                field="hf_checkpoint",
-                value=settings.model.hf_checkpoint,
-                remedy=f"Builtin models: {', '.join(f'builtin:{name}' for name in sorted(TASKS))}.",
-            )
+        if settings.model.builtin_name not in TASKS:
+            remedy = f"Builtin models: {', '.join(f'builtin:{name}' for name in sorted(TASKS))}."
+            raise settings.flat.refusal("hf_checkpoint", "no such builtin model", remedy)
     else:
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")
     _check_experts(settings, config)
@@ -48,7 +42,7 @@ def _check_experts(settings: RunSettings, config: Mapping[str, Any]) -> None:
     for name in ("use_rollout_routing_replay", "use_routing_replay"):
         if getattr(settings.grpo, name) and not config.get("num_experts_per_tok"):
             problem = "the model has no experts whose choice could be replayed"
-            raise SettingsError(problem, field=name, value=True, remedy="Leave it out.")
+            raise settings.flat.refusal(name, problem, "Leave it out.")
 
 
 def check_run_dir(settings: RunSettings) -> None:
@@ -56,7 +50,7 @@ def check_run_dir(settings: RunSettings) -> None:
     start tries to write."""
     remedy = "Choose a shorter or another --runs-dir or --name, which this user may write."
     if why := not_writable(settings.run_dir):
-        raise SettingsError(why, field="runs_dir", value=settings.launch.runs_dir, remedy=remedy)
+        raise settings.flat.refusal("runs_dir", why, remedy)
     if settings.launch.launcher == "ray":
         return  # the nodes on which the rooms are placed are asked then
     for unit in WRITES:
@@ -97,17 +91,10 @@ def check_checkpoint_dir(text: str, field: str, needed: Collection[str] = CHECKP
     path = Path(text)
     if not path.is_dir():
         problem = "not a directory" if path.exists() else f"no such directory (looked in {Path.cwd()})"
-        raise SettingsError(
-            problem, field=field, value=text, remedy="Give a downloaded Hugging Face directory or builtin:arithmetic."
-        )
+        raise refusal(field, text, problem, "Give a downloaded Hugging Face directory or builtin:arithmetic.")
     for name in needed:
         if not (path / name).is_file():
-            raise SettingsError(
-                f"the directory has no {name}",
-                field=field,
-                value=text,
-                remedy=f"Give a directory with {', '.join(needed)}.",
-            )
+            raise refusal(field, text, f"the directory has no {name}", f"Give a directory with {', '.join(needed)}.")
     config = table_in(path / "config.json", field)
     if (path / GENERATION).exists():
         table_in(path / GENERATION, field)
@@ -138,19 +125,15 @@ def check_shards(directory: Path, field: str) -> None:
         raise SettingsError(f"{index.name} cannot be read: {error!r}", field=field, value=str(directory)) from None
     lost = sorted(str(name) for name in named if not (directory / str(name)).is_file())
     if lost:
-        raise SettingsError(
-            f"{len(lost)} of {len(named)} checkpoint shards are missing, first {lost[0]}",
-            field=field,
-            value=str(directory),
-            remedy="Download the directory again.",
-        )
+        why = f"{len(lost)} of {len(named)} checkpoint shards are missing, first {lost[0]}"
+        raise refusal(field, str(directory), why, "Download the directory again.")
 
 
 def _check_starts(settings: RunSettings) -> None:
     """What a run starts from: the reference, looked at whether or not a KL term asks for it, and weights of another run."""
     ref = settings.ckpt.ref_load
     if ref.startswith("builtin:") and ref != settings.model.hf_checkpoint:
-        raise SettingsError("a builtin model is its own reference only", field="ref_load", value=ref, remedy="Leave it out.")
+        raise settings.flat.refusal("ref_load", "a builtin model is its own reference only", "Leave it out.")
     if directory := reference_dir(settings):
         _check_weights(settings, Path(directory), "ref_load", ref)
     if directory := start_dir(settings):
@@ -162,48 +145,33 @@ def _check_weights(settings: RunSettings, path: Path, field: str, given: str) ->
     if path.is_dir() and any((path / name).exists() for name in MEGATRON_FILES):
         if settings.flat.train_backend == "megatron":
             return
-        raise SettingsError(
-            "a checkpoint of Megatron (torch_dist), which this trainer cannot read",
-            field=field,
-            value=given,
-            remedy="Set --train-backend megatron, or give the directory that miles-async convert megatron-to-hf makes of it.",
-        )
+        why = "a checkpoint of Megatron (torch_dist), which this trainer cannot read"
+        remedy = "Set --train-backend megatron, or give the directory that miles-async convert megatron-to-hf makes of it."
+        raise refusal(field, given, why, remedy)
     check_checkpoint_dir(str(path), field, ("config.json",))
     if not [*path.glob("*.safetensors"), *path.glob("*.bin")]:
         raise SettingsError("the directory has no weights", field=field, value=given, remedy="Download it again.")
 
 
 def _check_lengths(settings: RunSettings, context: int) -> None:
-    for field, length in (
-        ("rollout_max_context_len", settings.rollout.rollout_max_context_len),
-        ("rollout_max_response_len", settings.rollout.rollout_max_response_len + 1),
-        ("eval_max_response_len", settings.eval.eval_max_response_len + 1),
-    ):
-        if length is not None and length > context:
-            shown = length if field == "rollout_max_context_len" else length - 1
-            raise SettingsError(
-                f"the model's context (max_position_embeddings in config.json) is {context} tokens, prompt included",
-                field=field,
-                value=shown,
-                remedy=f"Set it to at most {context if shown == length else context - 1}.",
-            )
+    """`rest`: tokens that the model's context must hold besides."""
+    for field, rest in (("rollout_max_context_len", 0), ("rollout_max_response_len", 1), ("eval_max_response_len", 1)):
+        length = settings.flat.values[field]
+        if length is not None and length + rest > context:
+            why = f"the model's context (max_position_embeddings in config.json) is {context} tokens, prompt included"
+            raise settings.flat.refusal(field, why, f"Set it to at most {context - rest}.")
 
 
 def check_trackers(settings: RunSettings) -> None:
     """The libraries of the trackers that are asked for. Only those are looked for."""
-    t = settings.trackers
-    asked = {
-        "use_tensorboard": (bool(t.use_tensorboard), "tensorboard"),
-        "use_wandb": (t.use_wandb, "wandb"),
-        "use_mlflow": (t.use_mlflow, "mlflow"),
-        "use_trackio": (t.use_trackio, "trackio"),
-        "use_prometheus": (t.use_prometheus, "prometheus_client"),
+    modules = {
+        "use_tensorboard": "tensorboard",
+        "use_wandb": "wandb",
+        "use_mlflow": "mlflow",
+        "use_trackio": "trackio",
+        "use_prometheus": "prometheus_client",
     }
-    for field, (on, module) in asked.items():
-        if on and importlib.util.find_spec(module) is None:
-            raise SettingsError(
-                f"the package {module} is not installed",
-                field=field,
-                value=True,
-                remedy="Install it: pip install 'miles-async[trackers]', or leave the flag out.",
-            )
+    for field, module in modules.items():
+        if settings.flat.values[field] and importlib.util.find_spec(module) is None:
+            remedy = "Install it: pip install 'miles-async[trackers]', or leave the flag out."
+            raise settings.flat.refusal(field, f"the package {module} is not installed", remedy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from miles_async.settings.errors import refusal
 from miles_async.settings.flat import Flat
 
 
@@ -10,49 +9,37 @@ def ray_places_what_it_can(s: Flat) -> None:
     if s.launcher != "ray":
         return
     if s.use_router and s.sglang_router_ip is None:
-        raise refusal(
-            "use_router", True, "our router sees the engines of one host (launcher = ray)", "Leave it out: workers share the load."
-        )
+        why = "our router sees the engines of one host (launcher = ray)"
+        raise s.refusal("use_router", why, "Leave it out: workers share the load.")
     if s.update_weight_transport == "ipc" and s.engine == "sglang" and not s.colocate:
-        raise refusal(
-            "update_weight_transport", "ipc", "Ray hides the trainer's GPU, whose memory ipc maps, from engines (launcher = ray)",
-            "Set it to nccl or disk.",
-        )  # fmt: skip
+        why = "Ray hides the trainer's GPU, whose memory ipc maps, from engines (launcher = ray)"
+        raise s.refusal("update_weight_transport", why, "Set it to nccl or disk.")
     if s.train_master is not None:
-        raise refusal("train_master", s.train_master, "launcher = ray starts all processes of the trainer", "Leave it out.")
+        raise s.refusal("train_master", "launcher = ray starts all processes of the trainer", "Leave it out.")
     if s.colocate and (s.actor_num_nodes > 1 or s.max_workers is not None):
-        raise refusal(
-            "colocate", True, "engines on the trainer's GPUs are placed with it, on one node and all at once", "Leave it out."
-        )
+        why = "engines on the trainer's GPUs are placed with it, on one node and all at once"
+        raise s.refusal("colocate", why, "Leave it out.")
 
 
 def elastic_workers_need_ray(s: Flat) -> None:
     for name in ("min_workers", "max_workers"):
         if getattr(s, name) is not None and s.launcher != "ray":
-            raise refusal(
-                name, getattr(s, name), "this host has the room that it has (launcher = local)",
-                "Set --num-generation-workers, or --launcher ray; miles-async worker adds workers from anywhere.",
-            )  # fmt: skip
+            remedy = "Set --num-generation-workers, or --launcher ray; miles-async worker adds workers from anywhere."
+            raise s.refusal(name, "this host has the room that it has (launcher = local)", remedy)
     if s.min_workers is not None and s.min_workers > s.most_workers:
-        raise refusal("min_workers", s.min_workers, f"above max_workers = {s.most_workers}", f"Set it to {s.most_workers} or less.")
+        raise s.refusal("min_workers", f"above max_workers = {s.most_workers}", f"Set it to {s.most_workers} or less.")
     if s.max_workers is not None and s.engine == "external":
-        raise refusal("max_workers", s.max_workers, "engine is 'external': one worker for each address", "Leave it out.")
+        raise s.refusal("max_workers", "engine is 'external': one worker for each address", "Leave it out.")
 
 
 def hosts_of_an_engine_have_equal_parts(s: Flat) -> None:
     if s.sglang_nnodes == 1:
         return
     if s.launcher != "ray" or s.engine != "sglang" or s.colocate:
-        raise refusal(
-            "sglang_nnodes", s.sglang_nnodes, "needs SGLang engines of their own, placed by launcher = ray", "Set it to 1."
-        )
+        raise s.refusal("sglang_nnodes", "needs SGLang engines of their own, placed by launcher = ray", "Set it to 1.")
     if s.rollout_num_gpus_per_engine % s.sglang_nnodes:
-        raise refusal(
-            "sglang_nnodes",
-            s.sglang_nnodes,
-            f"rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine} cannot be shared by so many hosts",
-            "Set it to a divisor.",
-        )
+        why = f"rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine} cannot be shared by so many hosts"
+        raise s.refusal("sglang_nnodes", why, "Set it to a divisor.")
 
 
 RULES = (ray_places_what_it_can, elastic_workers_need_ray, hosts_of_an_engine_have_equal_parts)

@@ -37,16 +37,11 @@ def memory_fraction(s: Flat) -> float:
 def offloading_needs_sharing(s: Flat) -> None:
     for name in ("offload", "offload_train", "offload_rollout"):
         if getattr(s, name) and not s.colocate and not (s.lend_trainer_gpus and name == "offload_train"):
-            raise refusal(
-                name, True, "trainer and engines have GPUs of their own (colocate = false)", "Add --colocate, or leave it out."
-            )
+            why = "trainer and engines have GPUs of their own (colocate = false)"
+            raise s.refusal(name, why, "Add --colocate, or leave it out.")
     if s.offload_rollout and not s.offload_rollout_level:
-        raise refusal(
-            "offload_rollout_level",
-            (),
-            "engines would give nothing back (offload_rollout = true)",
-            "Name kv_cache, weight or both, or set --no-offload-rollout.",
-        )
+        why = "engines would give nothing back (offload_rollout = true)"
+        raise refusal("offload_rollout_level", (), why, "Name kv_cache, weight or both, or set --no-offload-rollout.")
 
 
 def engines_are_where_the_trainer_is(s: Flat) -> None:
@@ -54,32 +49,19 @@ def engines_are_where_the_trainer_is(s: Flat) -> None:
     if not s.colocate:
         return
     if s.engine == "external":
-        raise refusal(
-            "colocate",
-            True,
-            "engine is 'external', whose memory is not ours to give",
-            "Set --engine sglang, or leave out --colocate.",
-        )
+        why = "engine is 'external', whose memory is not ours to give"
+        raise s.refusal("colocate", why, "Set --engine sglang, or leave out --colocate.")
     if s.update_weight_transport == "nccl":
-        raise refusal(
-            "update_weight_transport",
-            "nccl",
-            "NCCL joins no two processes on one GPU (colocate = true)",
-            "Set --update-weight-transport ipc or disk.",
-        )
+        why = "NCCL joins no two processes on one GPU (colocate = true)"
+        raise s.refusal("update_weight_transport", why, "Set --update-weight-transport ipc or disk.")
     if s.engine != "sglang":
         return
     if s.rollout_num_gpus != ours:
-        raise refusal(
-            "rollout_num_gpus",
-            s.rollout_num_gpus,
-            f"with colocate engines have the trainer's actor_num_gpus_per_node = {ours} GPUs",
-            "Leave it out, and set --rollout-num-gpus-per-engine to a divisor of them.",
-        )
+        why = f"with colocate engines have the trainer's actor_num_gpus_per_node = {ours} GPUs"
+        remedy = "Leave it out, and set --rollout-num-gpus-per-engine to a divisor of them."
+        raise s.refusal("rollout_num_gpus", why, remedy)
     if not set(s.rollout_gpu_ids) <= set(range(ours)):
-        raise refusal(
-            "rollout_gpu_ids", s.rollout_gpu_ids, f"the trainer has GPUs 0 to {ours - 1} (colocate = true)", "Leave it out."
-        )
+        raise s.refusal("rollout_gpu_ids", f"the trainer has GPUs 0 to {ours - 1} (colocate = true)", "Leave it out.")
 
 
 def fraction_is_a_part(s: Flat) -> None:
@@ -91,9 +73,8 @@ def fraction_is_a_part(s: Flat) -> None:
     except (TypeError, ValueError):
         held = False
     if not held:
-        raise refusal(
-            "sglang_mem_fraction_static", given, "not a part of the GPU's memory", f"Set one below 1, e.g. {MEMORY_FRACTION}."
-        )
+        why = "not a part of the GPU's memory"
+        raise refusal("sglang_mem_fraction_static", given, why, f"Set one below 1, e.g. {MEMORY_FRACTION}.")
 
 
 def gpus_can_be_lent(s: Flat) -> None:
@@ -105,22 +86,22 @@ def gpus_can_be_lent(s: Flat) -> None:
         ("load_debug_rollout_data", "there is no rollout"),
     ):
         if getattr(s, name):
-            raise refusal("lend_trainer_gpus", True, f"{why} ({name} is set)", "Leave it out.")
+            raise s.refusal("lend_trainer_gpus", f"{why} ({name} is set)", "Leave it out.")
     if s.launcher == "ray":
-        raise refusal("lend_trainer_gpus", True, "Ray gives a GPU to one process (launcher = ray)", "Set --launcher local.")
+        raise s.refusal("lend_trainer_gpus", "Ray gives a GPU to one process (launcher = ray)", "Set --launcher local.")
     if s.engine == "external" or not s.num_generation_workers:
         what = "engines that run elsewhere are not ours to start here (engine = external)" if s.engine == "external" else (
             "a run whose only engines are lent would wait for ever (num_generation_workers = 0)"
         )  # fmt: skip
-        raise refusal("lend_trainer_gpus", True, what, "Leave it out, or give the run engines of its own.")
+        raise s.refusal("lend_trainer_gpus", what, "Leave it out, or give the run engines of its own.")
     if not s.lent_workers or s.actor_num_nodes > 1:
         sizes = f"actor_num_nodes = {s.actor_num_nodes} with {s.actor_num_gpus_per_node} GPUs each"
         each = f"rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine}"
-        raise refusal("lend_trainer_gpus", True, f"the trainer's GPUs are of one host and hold an engine ({sizes}; {each})",
-                      "Leave it out.")  # fmt: skip
+        what = f"the trainer's GPUs are of one host and hold an engine ({sizes}; {each})"
+        raise s.refusal("lend_trainer_gpus", what, "Leave it out.")
     if s.offload_train and s.update_weight_transport == "nccl" and not s.update_weight_copy:
-        raise refusal("offload_train", True, "engines may still take a version from the weights themselves (update_weight_copy = "
-                      "false) when GPUs are lent", "Leave it out, or --no-update-weight-copy.")  # fmt: skip
+        what = "engines may still take a version from the weights themselves (update_weight_copy = false) when GPUs are lent"
+        raise s.refusal("offload_train", what, "Leave it out, or --no-update-weight-copy.")
 
 
 RULES = (gpus_can_be_lent, offloading_needs_sharing, engines_are_where_the_trainer_is, fraction_is_a_part)

@@ -19,7 +19,7 @@ def custom_config(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        found = _read(Path(path))
+        found = read_document(Path(path))
         msgspec.msgpack.encode(found)
     except ImportError:
         raise SettingsError("YAML needs the package pyyaml", field="custom_config_path", value=path, remedy=REMEDY) from None
@@ -30,7 +30,8 @@ def custom_config(path: str | None) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 
-def _read(path: Path) -> Any:
+def read_document(path: Path) -> Any:
+    """What a file of TOML (.toml), JSON (.json) or YAML holds. OSError, or ValueError; ImportError where YAML cannot be read."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
         return parsed(tomllib.loads, text)
@@ -40,5 +41,5 @@ def _read(path: Path) -> Any:
 
     try:
         return parsed(yaml.safe_load, text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, LookupError, AttributeError) as error:  # the latter for a tag whose value is not of its kind
         raise ValueError(str(error)) from error

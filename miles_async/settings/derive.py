@@ -3,11 +3,11 @@
 Nothing here looks at the outside. Order matters only where a derivation reads a derived field.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from actors.trainer.objective_estimators import ESTIMATORS
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import refusal
 from miles_async.settings.megatron_fields import asked_for
 
 Values = dict[str, Any]
@@ -16,64 +16,42 @@ SUPERVISED = ("sft", "sft_loss")
 KEEP_ALL, NONZERO_STD = "none", "check_reward_nonzero_std"
 
 
-def solve_four_knobs(
-    *,
-    rollout_batch_size: int,
-    n_samples_per_prompt: int,
-    global_batch_size: int | None,
-    num_steps_per_rollout: int | None,
-) -> tuple[int, int]:
-    """(global_batch_size, num_steps_per_rollout) such that rbs * n = gbs * steps, or SettingsError.
+def solve_four_knobs(values: Mapping[str, Any], batch: int | None, steps: int | None) -> tuple[int, int]:
+    """(global_batch_size, num_steps_per_rollout) such that rbs * n = gbs * steps, or SettingsError. `values`: of the settings,
+    of which rollout_batch_size and n_samples_per_prompt count; `batch`, `steps`: the other two as given, or None.
 
     Neither given: one step over all samples. One given: the other follows, and must be whole.
     """
-    total = rollout_batch_size * n_samples_per_prompt
-    product = f"rollout_batch_size * n_samples_per_prompt = {rollout_batch_size} * {n_samples_per_prompt} = {total}"
-    if global_batch_size is None:
-        steps = num_steps_per_rollout or 1
+    prompts, n = values["rollout_batch_size"], values["n_samples_per_prompt"]
+    total = prompts * n
+    product = f"rollout_batch_size * n_samples_per_prompt = {prompts} * {n} = {total}"
+    if batch is None:
+        steps = steps or 1
         if total % steps:
-            raise SettingsError(
-                f"{product} does not divide into {steps} steps",
-                field="num_steps_per_rollout",
-                value=steps,
-                remedy=f"Set num_steps_per_rollout to a divisor of {total}, e.g. {_divisor(total, steps)}.",
-            )
+            remedy = f"Set num_steps_per_rollout to a divisor of {total}, e.g. {_divisor(total, steps)}."
+            raise refusal("num_steps_per_rollout", steps, f"{product} does not divide into {steps} steps", remedy)
         return total // steps, steps
-    if num_steps_per_rollout is None:
-        if total % global_batch_size:
-            raise SettingsError(
-                f"{product} is not a multiple of it",
-                field="global_batch_size",
-                value=global_batch_size,
-                remedy=f"Set global_batch_size to a divisor of {total}, e.g. {_divisor(total, global_batch_size)}.",
-            )
-        return global_batch_size, total // global_batch_size
-    if global_batch_size * num_steps_per_rollout != total:
-        raise SettingsError(
-            f"global_batch_size * num_steps_per_rollout = {global_batch_size} * {num_steps_per_rollout} = "
-            f"{global_batch_size * num_steps_per_rollout}, but {product}",
-            field="global_batch_size",
-            value=global_batch_size,
-            remedy="Leave out global_batch_size or num_steps_per_rollout, and it follows.",
-        )
-    return global_batch_size, num_steps_per_rollout
+    if steps is None:
+        if total % batch:
+            remedy = f"Set global_batch_size to a divisor of {total}, e.g. {_divisor(total, batch)}."
+            raise refusal("global_batch_size", batch, f"{product} is not a multiple of it", remedy)
+        return batch, total // batch
+    if batch * steps != total:
+        made = f"global_batch_size * num_steps_per_rollout = {batch} * {steps} = {batch * steps}"
+        remedy = "Leave out global_batch_size or num_steps_per_rollout, and it follows."
+        raise refusal("global_batch_size", batch, f"{made}, but {product}", remedy)
+    return batch, steps
 
 
-def one_step_per_rollout(*, total: int, global_batch_size: int | None, num_steps_per_rollout: int | None) -> None:
-    """use_dynamic_global_batch_size makes one step of a rollout's `total` trajectories; SettingsError for a static knob
-    that was given and says otherwise."""
-    for field, value, implied in (
-        ("global_batch_size", global_batch_size, total),
-        ("num_steps_per_rollout", num_steps_per_rollout, 1),
-    ):
-        if value not in (None, implied):
-            raise SettingsError(
-                f"use_dynamic_global_batch_size = true makes one step of what arrives, up to rollout_batch_size * "
-                f"n_samples_per_prompt = {total}",
-                field=field,
-                value=value,
-                remedy=f"Leave out {field} or use_dynamic_global_batch_size.",
-            )
+def one_step_per_rollout(values: Values, given: Values) -> None:
+    """use_dynamic_global_batch_size makes one step of a rollout's trajectories; SettingsError for a static knob that was `given`
+    and says otherwise."""
+    total = values["rollout_batch_size"] * values["n_samples_per_prompt"]
+    for field, implied in (("global_batch_size", total), ("num_steps_per_rollout", 1)):
+        if (value := given.get(field)) not in (None, implied):
+            most = f"rollout_batch_size * n_samples_per_prompt = {total}"
+            why = f"use_dynamic_global_batch_size = true makes one step of what arrives, up to {most}"
+            raise refusal(field, value, why, f"Leave out {field} or use_dynamic_global_batch_size.")
 
 
 def _divisor(total: int, near: int) -> int:
@@ -88,9 +66,8 @@ def _workers(v: Values) -> int:
     if v["engine"] == "sglang" and v["colocate"]:
         return int(v["actor_num_gpus_per_node"]) // int(v["rollout_num_gpus_per_engine"])
     if v["engine"] == "sglang":
-        return int(v.get("rollout_num_gpus") or v["rollout_num_gpus_per_engine"]) // int(
-            v["rollout_num_gpus_per_engine"]
-        )
+        each = int(v["rollout_num_gpus_per_engine"])
+        return int(v.get("rollout_num_gpus") or each) // each
     return 2
 
 
@@ -112,17 +89,16 @@ def _router(v: Values) -> bool:
     return wanted or v["sglang_router_ip"] is not None
 
 
-def needs_whole_groups(*, reward_hook: str | None, estimator: str, group_rm: bool) -> bool:
+def reward_hook(values: Mapping[str, Any]) -> str | None:
+    """A function of the user's that is given all rewards of a group."""
+    return values["custom_reward_post_process_path"] or values["custom_convert_samples_to_train_data_path"]
+
+
+def needs_whole_groups(values: Mapping[str, Any]) -> bool:
     """Whether the rewards of a group mean something only together, so that it cannot be trained in parts: a hook that is given
     all of them, all scored at once, or MaxRL's division by the group's success rate."""
-    return bool(reward_hook) or group_rm or ESTIMATORS[estimator].whole_groups
-
-
-def _staleness_policy(v: Values) -> str:
-    hook = v["custom_reward_post_process_path"] or v["custom_convert_samples_to_train_data_path"]
-    estimator = v["advantage_estimator"]
-    whole = needs_whole_groups(reward_hook=hook, estimator=estimator, group_rm=v["group_rm"])
-    return "whole" if whole else "auto"
+    whole = ESTIMATORS[values["advantage_estimator"]].whole_groups
+    return bool(reward_hook(values)) or values["group_rm"] or whole
 
 
 def _lookahead(v: Values) -> int:
@@ -161,7 +137,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("debug_determinism", lambda v: v["dump_details"] is not None),
     ("env_report", lambda v: v["dump_details"] is not None),
     ("dynamic_sampling_filter_path", _filter),
-    ("staleness_policy", _staleness_policy),
+    ("staleness_policy", lambda v: "whole" if needs_whole_groups(v) else "auto"),
     ("staleness_lookahead", _lookahead),
     ("eval_input_key", lambda v: v["input_key"]),
     ("eval_label_key", lambda v: v["label_key"]),
@@ -207,17 +183,9 @@ def fill(given: Values, defaults: Values, *, run_name: str, gpu: bool) -> Values
     values.setdefault("name", run_name)
     values.setdefault("use_dynamic_batch_size", "micro_batch_size" not in given)
     if values["use_dynamic_global_batch_size"]:
-        one_step_per_rollout(
-            total=values["rollout_batch_size"] * values["n_samples_per_prompt"],
-            global_batch_size=given.get("global_batch_size"),
-            num_steps_per_rollout=given.get("num_steps_per_rollout"),
-        )
-    values["global_batch_size"], values["num_steps_per_rollout"] = solve_four_knobs(
-        rollout_batch_size=values["rollout_batch_size"],
-        n_samples_per_prompt=values["n_samples_per_prompt"],
-        global_batch_size=given.get("global_batch_size"),
-        num_steps_per_rollout=given.get("num_steps_per_rollout"),
-    )
+        one_step_per_rollout(values, given)
+    found = solve_four_knobs(values, given.get("global_batch_size"), given.get("num_steps_per_rollout"))
+    values["global_batch_size"], values["num_steps_per_rollout"] = found
     for name, derive in DERIVATIONS:
         if name not in values:
             values[name] = derive(values)

@@ -4,6 +4,7 @@ Every group is a frozen, closed struct (unknown keys are typos and therefore err
 either required or derived from others; a derived field says from what, and is always filled in a resolved RunSettings.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -20,46 +21,32 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One TOML table and one section of the help text."""
 
 
-def doc(
-    text: str,
-    *,
-    unit: str = "",
-    derived: str = "",
-    live: str = "",
-    follows: bool = False,
-    shipped: tuple[str, ...] = (),
-    secret: bool = False,
-    ours: bool = False,
-    aliases: tuple[str, ...] = (),
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    auto: int | None = None,
-) -> msgspec.Meta:
-    """Metadata of one field.
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is said of a field beside its type, its default and its meaning."""
 
-    text: what it is and when to change it.    unit: of the value, as shown in help.
-    derived: the rule that fills it in when it is not given.
-    live: it may be changed while the run goes on; where a change takes effect (and which actor sees to it).
-    follows: of a live field: it is derived again after each change of others, and not changed itself.
-    shipped: the names that it may have, beside dotted paths of the user's own.    secret: it stays off the bus.
-    ours: Miles has no flag for it.
-    aliases: other names it is accepted under.    ge, gt, le, lt: bounds, checked by msgspec.
-    auto: the value that the word "auto" stands for.
-    """
-    extra: dict[str, Any] = {
-        "unit": unit,
-        "derived": derived,
-        "live": live,
-        "follows": follows,
-        "shipped": shipped,
-        "secret": secret,
-        "ours": ours,
-        "aliases": aliases,
-        "auto": auto,
-    }
-    bounds: dict[str, Any] = {
-        name: value for name, value in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if value is not None
-    }
-    return msgspec.Meta(description=text, extra=extra, **bounds)
+    unit: str = ""
+    """Of the value, as shown in help."""
+    derived: str = ""
+    """The rule that fills the field in when it is not given."""
+    live: str = ""
+    """It may be changed while the run goes on; where a change takes effect (and which actor sees to it)."""
+    follows: bool = False
+    """Of a live field: it is derived again after each change of others, and not changed itself."""
+    shipped: tuple[str, ...] = ()
+    """Names that it may have beside dotted paths of the user's own; empty: any text."""
+    secret: bool = False
+    """It stays off the bus."""
+    ours: bool = False
+    """Miles has no flag for it."""
+    aliases: tuple[str, ...] = ()
+    """Other names it is accepted under."""
+    auto: int | None = None
+    """The value that the word "auto" stands for; None where it is no value."""
+
+
+def doc(text: str, **more: Any) -> msgspec.Meta:
+    """Metadata of one field. `text`: what it is and when to change it. `more`: its Facts, and bounds (ge, gt, le, lt), which
+    msgspec checks."""
+    bounds = {name: more.pop(name) for name in ("ge", "gt", "le", "lt") if name in more}
+    return msgspec.Meta(description=text, extra=vars(Facts(**more)), **bounds)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 from miles_async.settings.derive import SUPERVISED, needs_whole_groups, solve_four_knobs
+from miles_async.settings.errors import SettingsError
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 HOOK_FIELDS = (
@@ -47,15 +48,14 @@ class Flat:
         except KeyError:
             raise AttributeError(f"no setting is called {name}") from None
 
+    def refusal(self, field: str, problem: str, remedy: str) -> SettingsError:
+        """The error of a rule that a setting breaks, with its value."""
+        return SettingsError(problem, field=field, value=self.values[field], remedy=remedy)
+
     def changed(self, patch: Mapping[str, Any]) -> Flat:
         """With a patch, and what follows from it. SettingsError when the four knobs disagree."""
         values = {**self.values, **patch}
-        values["global_batch_size"], _ = solve_four_knobs(
-            rollout_batch_size=values["rollout_batch_size"],
-            n_samples_per_prompt=values["n_samples_per_prompt"],
-            global_batch_size=None,
-            num_steps_per_rollout=values["num_steps_per_rollout"],
-        )
+        values["global_batch_size"], _ = solve_four_knobs(values, None, values["num_steps_per_rollout"])
         return Flat(values)
 
     @property
@@ -156,15 +156,9 @@ class Flat:
         return max(1, self.train_ranks // self.model_parallel_ranks)
 
     @property
-    def reward_hook(self) -> str | None:
-        """A function of the user's that is given all rewards of a group."""
-        return self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path
-
-    @property
     def needs_whole_groups(self) -> bool:
         """Whether groups cannot be trained in parts."""
-        hook, estimator = self.reward_hook, self.advantage_estimator
-        return needs_whole_groups(reward_hook=hook, estimator=estimator, group_rm=self.group_rm)
+        return needs_whole_groups(self.values)
 
     @property
     def max_open_groups(self) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from miles_async.settings import slots, staleness
-from miles_async.settings.errors import SettingsError, refusal
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.flat import Flat
 
 GOVERNED: dict[str, tuple[str, int, int]] = {
@@ -24,45 +24,37 @@ def envelope(text: str) -> tuple[int, int] | None:
 
 
 def envelopes_are_possible(s: Flat) -> None:
-    for error in _broken(s):
-        raise error
-
-
-def _broken(s: Flat) -> Iterator[SettingsError]:
-    given = {name: text for name in GOVERNED if (text := getattr(s, name)) is not None}
+    given = {name: text for name in GOVERNED if (text := s.values[name]) is not None}
     for name, text in given.items():
         knob, least, most = GOVERNED[name]
         if (ends := envelope(text)) is None:
-            yield refusal(name, text, "not an envelope", "Write LOW:HIGH in whole numbers, as 1:6.")
-            continue
+            raise s.refusal(name, "not an envelope", "Write LOW:HIGH in whole numbers, as 1:6.")
         low, high = ends
         if low > high or low < least or high > most:
-            rule = "its low end is above its high end" if low > high else f"{knob} goes from {least} to {most} here"
-            yield refusal(name, text, rule, "Write LOW:HIGH with LOW at most HIGH.")
-        elif s.governor and not low <= (present := getattr(s, knob)) <= high:
+            why = "its low end is above its high end" if low > high else f"{knob} goes from {least} to {most} here"
+            raise s.refusal(name, why, "Write LOW:HIGH with LOW at most HIGH.")
+        if s.governor and not low <= (present := s.values[knob]) <= high:
             word = {"over_sampling_batch_size": "what the bound admits", "sglang_server_concurrency": "auto"}.get(knob)
             shown = f"{present} ({word})" if present == 0 and word else present
-            yield refusal(name, text, f"{knob} = {shown} lies outside", f"Change {knob} or the envelope.")
-        elif s.governor:
-            yield from _ends(s, name, knob, ends)
+            raise s.refusal(name, f"{knob} = {shown} lies outside", f"Change {knob} or the envelope.")
+        if s.governor:
+            _ends_keep_the_rules(s, name, knob, ends)
     if s.governor and not given:
         remedy = "Give --governor-staleness LOW:HIGH, or another envelope."
-        yield refusal("governor", True, "no setting has an envelope, so that there is nothing to move", remedy)
+        raise s.refusal("governor", "no setting has an envelope, so that there is nothing to move", remedy)
     if s.governor and s.colocate:
-        rule = "with colocate engines and trainer take turns, and neither waits for the other's speed"
-        yield refusal("governor", True, rule, "Leave one of the two out.")
+        why = "with colocate engines and trainer take turns, and neither waits for the other's speed"
+        raise s.refusal("governor", why, "Leave one of the two out.")
 
 
-def _ends(s: Flat, name: str, knob: str, ends: tuple[int, int]) -> Iterator[SettingsError]:
-    """What a rule of asynchrony that holds for the present value says of the envelope's ends."""
+def _ends_keep_the_rules(s: Flat, name: str, knob: str, ends: tuple[int, int]) -> None:
+    """A rule of asynchrony that holds for the present value holds at both ends of its envelope."""
     for rule in (*staleness.RULES, *slots.RULES):
         if _said(rule, s) is not None:
             continue
         for end in dict.fromkeys(ends):
             if (error := _said(rule, s.changed({knob: end}))) is not None:
-                yield refusal(
-                    name, getattr(s, name), f"its end {end} is refused: {error}", "Write a narrower envelope."
-                )
+                raise s.refusal(name, f"its end {end} is refused: {error}", "Write a narrower envelope.")
 
 
 def _said(rule: Callable[[Flat], None], s: Flat) -> SettingsError | None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from miles_async.settings.catalog import catalog, live_fields
-from miles_async.settings.errors import Refusals, SettingsError, nearest
+from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
 from miles_async.settings.flat import Flat
 from miles_async.settings.load import coerce, find, value_of_text
 from miles_async.settings.rules import check_rules
@@ -71,12 +71,8 @@ def _value(name: str, value: object, before: Flat) -> list[tuple[str, Any]]:
         new = coerce(spec, value, spec.name)
     if spec.shipped and new not in spec.shipped and new != before.values[spec.name]:
         # What runs code is named where the run is started, never over the bus.
-        raise SettingsError(
-            "a function of one's own cannot be given to a running run",
-            field=spec.name,
-            value=value,
-            remedy=f"Give one of {', '.join(spec.shipped)}, or start a run with it.",
-        )
+        why = "a function of one's own cannot be given to a running run"
+        raise refusal(spec.name, value, why, f"Give one of {', '.join(spec.shipped)}, or start a run with it.")
     return [(spec.name, new)]
 
 

@@ -19,6 +19,7 @@ from miles_async.settings.addresses import take_password
 from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.derive import fill
 from miles_async.settings.errors import Refusals, SettingsError, nearest, parsed
+from miles_async.settings.functions import HOOK
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
 
@@ -29,8 +30,6 @@ SHIPPED = Path(__file__).parents[1] / "configs"
 """Settings files that come with the package, and their data; in a checkout a link to the folder at its top."""
 NUMBER = re.compile(r"([+-]?)(\d*)(\.?\d*)((?:[eE][+-]?\d+)?)")
 """A number as a shell script may write it: .5, 5., +5, 1e-6."""
-HOOK = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
-"""package.module.function or FILE.py:function."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ OF_TORCH = (
 
 def megatron_trains(s: Flat) -> None:
     if s.train_backend in ("torch", "fsdp") and (name := asked_for(s.values)):
-        raise refusal("train_backend", s.train_backend, f"{name} is of Megatron", "Set --train-backend megatron or leave it out.")
+        raise s.refusal("train_backend", f"{name} is of Megatron", "Set --train-backend megatron or leave it out.")
 
 
 def megatron_fields_are_known(s: Flat) -> None:
@@ -73,10 +73,9 @@ def megatron_fields_are_known(s: Flat) -> None:
             raise refusal(f"megatron.{name}", value, "a loss weighs 0 or more", "Give 0.001, say, or leave it out.")
     fields = {given.replace("-", "_"): value for given, value in s.megatron.items()}
     if (coefficient := fields.get("moe_aux_loss_coeff")) and fields.get("moe_router_load_balancing_type") == "none":
-        raise refusal(
-            "megatron.moe_aux_loss_coeff", coefficient, "moe_router_load_balancing_type = none has no loss that it could weigh",
-            "Name one (aux_loss), or leave the coefficient out.",
-        )  # fmt: skip
+        why = "moe_router_load_balancing_type = none has no loss that it could weigh"
+        remedy = "Name one (aux_loss), or leave the coefficient out."
+        raise refusal("megatron.moe_aux_loss_coeff", coefficient, why, remedy)
 
 
 def _off(name: str, value: object) -> bool:
@@ -88,23 +87,25 @@ def megatron_reads_it(s: Flat) -> None:
         return
     for name, unset, remedy in OF_TORCH:
         if s.values[name] != unset:
-            raise refusal(name, s.values[name], "it is of the torch backend, and this run trains on Megatron", remedy)
+            raise s.refusal(name, "it is of the torch backend, and this run trains on Megatron", remedy)
     if s.gradient_checkpointing and (n := s.gradient_checkpointing_layers):
-        raise refusal(
-            "gradient_checkpointing_layers", n, "it is of the torch backend, and this run trains on Megatron",
+        raise s.refusal(
+            "gradient_checkpointing_layers",
+            "it is of the torch backend, and this run trains on Megatron",
             f"Write --recompute-granularity full --recompute-method block --recompute-num-layers {n} (on each stage) instead.",
-        )  # fmt: skip
+        )
 
 
 def ranks_make_whole_blocks(s: Flat) -> None:
     block, ranks = s.model_parallel_ranks, s.train_ranks
     if block > 1 and ranks % block:
         fits = [n for n in (ranks // block * block, -(-ranks // block) * block) if n]
-        raise refusal(
-            "actor_num_gpus_per_node", s.actor_num_gpus_per_node,
+        raise s.refusal(
+            "actor_num_gpus_per_node",
             f"tensor x pipeline x context parallel = {s.tensor_model_parallel_size} x {s.pipeline_model_parallel_size} x "
-            f"{s.context_parallel_size} = {block} does not divide {ranks} ranks", f"Nearest: {' or '.join(map(str, fits))}.",
-        )  # fmt: skip
+            f"{s.context_parallel_size} = {block} does not divide {ranks} ranks",
+            f"Nearest: {' or '.join(map(str, fits))}.",
+        )
 
 
 RULES = (megatron_trains, megatron_fields_are_known, megatron_reads_it, ranks_make_whole_blocks)

@@ -23,16 +23,12 @@ def one_correction_at_most(s: Flat) -> None:
 def old_logprobs_have_one_source(s: Flat) -> None:
     for other in ("use_rollout_logprobs", "interpolate_proximal"):
         if s.keep_old_actor and getattr(s, other):
-            raise refusal("keep_old_actor", True, f"cannot go together with {other}", "Keep one of them.")
+            raise s.refusal("keep_old_actor", f"cannot go together with {other}", "Keep one of them.")
     if s.interpolate_proximal and s.use_rollout_logprobs:
-        raise refusal("interpolate_proximal", True, "cannot go together with use_rollout_logprobs", "Keep one of them.")
+        raise s.refusal("interpolate_proximal", "cannot go together with use_rollout_logprobs", "Keep one of them.")
     if s.interpolate_proximal and s.use_mis and s.tis_batch_normalize:
-        raise refusal(
-            "interpolate_proximal",
-            True,
-            "leaves no log-probs before the step, which tis_batch_normalize needs",
-            "Add --no-tis-batch-normalize.",
-        )
+        why = "leaves no log-probs before the step, which tis_batch_normalize needs"
+        raise s.refusal("interpolate_proximal", why, "Add --no-tis-batch-normalize.")
 
 
 def correction_bounds_are_ordered(s: Flat) -> None:
@@ -47,40 +43,27 @@ def correction_bounds_are_ordered(s: Flat) -> None:
 
 def rejection_belongs_to_mis(s: Flat) -> None:
     if s.use_rs and not s.use_mis:
-        raise refusal("use_rs", True, "rejection is a part of use_mis, which is off", "Add --use-mis or leave it out.")
+        raise s.refusal("use_rs", "rejection is a part of use_mis, which is off", "Add --use-mis or leave it out.")
     if s.use_mis and s.tis_level == "geometric" and s.tis_batch_normalize:
-        raise refusal(
-            "tis_batch_normalize", True, "has no meaning with tis_level = 'geometric'", "Add --no-tis-batch-normalize."
-        )
+        why = "has no meaning with tis_level = 'geometric'"
+        raise s.refusal("tis_batch_normalize", why, "Add --no-tis-batch-normalize.")
 
 
 def one_kl_at_most(s: Flat) -> None:
     if s.kl_coef and s.kl_loss_coef:
-        raise refusal(
-            "kl_coef",
-            s.kl_coef,
-            f"KL is also in the loss (kl_loss_coef = {s.kl_loss_coef})",
-            "Set one of the two to 0.",
-        )
+        why = f"KL is also in the loss (kl_loss_coef = {s.kl_loss_coef})"
+        raise s.refusal("kl_coef", why, "Set one of the two to 0.")
     if s.kl_coef and not s.estimator.charges_kl and s.custom_advantage_function_path is None:
-        raise refusal(
-            "kl_coef",
-            s.kl_coef,
-            f"has no effect with advantage_estimator = {s.advantage_estimator!r}, which takes no KL off the reward",
-            "Set --use-kl-loss --kl-loss-coef in its place, or leave it out.",
-        )
+        why = f"has no effect with advantage_estimator = {s.advantage_estimator!r}, which takes no KL off the reward"
+        raise s.refusal("kl_coef", why, "Set --use-kl-loss --kl-loss-coef in its place, or leave it out.")
     if s.kl_loss_coef and not s.use_kl_loss:
-        raise refusal("kl_loss_coef", s.kl_loss_coef, "has no effect while use_kl_loss is off", "Add --use-kl-loss.")
+        raise s.refusal("kl_loss_coef", "has no effect while use_kl_loss is off", "Add --use-kl-loss.")
 
 
 def whitening_where_it_is_part_of_the_estimator(s: Flat) -> None:
     if s.estimator.whitens and not s.normalize_advantages:
-        raise refusal(
-            "normalize_advantages",
-            False,
-            f"{s.advantage_estimator} is defined with whitened advantages",
-            "Leave out --no-normalize-advantages.",
-        )
+        why = f"{s.advantage_estimator} is defined with whitened advantages"
+        raise s.refusal("normalize_advantages", why, "Leave out --no-normalize-advantages.")
 
 
 RULES = (

@@ -98,11 +98,7 @@ def _verdict(script: str, words: tuple[str, ...]) -> tuple[frozenset[str], str]:
 
     try:
         done = subprocess.run(
-            [sys.executable, "-c", script, *words],
-            capture_output=True,
-            text=True,
-            timeout=NAMES_DEADLINE_S,
-            check=True,
+            [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=NAMES_DEADLINE_S, check=True
         )
         known, refused = json.loads(done.stdout.strip().splitlines()[-1])
         return frozenset(known), str(refused)

@@ -9,19 +9,14 @@ from miles_async.settings.flat import Flat
 
 def the_template_has_what_it_takes(s: Flat) -> None:
     for name in ("apply_chat_template_kwargs", "chat_template_path", "tool_key", "multimodal_keys"):
-        if (value := getattr(s, name)) is not None and not s.apply_chat_template:
-            raise refusal(name, value, "has no effect while apply_chat_template is off", "Add --apply-chat-template.")
+        if s.values[name] is not None and not s.apply_chat_template:
+            raise s.refusal(name, "has no effect while apply_chat_template is off", "Add --apply-chat-template.")
     try:
         found = parsed(json.loads, s.apply_chat_template_kwargs or "{}")
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise refusal(
-            "apply_chat_template_kwargs",
-            s.apply_chat_template_kwargs,
-            "not a JSON object",
-            """Write '{"enable_thinking": false}'.""",
-        )
+        raise s.refusal("apply_chat_template_kwargs", "not a JSON object", """Write '{"enable_thinking": false}'.""")
 
 
 def pictures_go_where_they_are_carried(s: Flat) -> None:

@@ -31,110 +31,76 @@ Rule = Callable[[Flat], None]
 
 
 def four_knobs_agree(s: Flat) -> None:
-    solve_four_knobs(
-        rollout_batch_size=s.rollout_batch_size,
-        n_samples_per_prompt=s.n_samples_per_prompt,
-        global_batch_size=s.global_batch_size,
-        num_steps_per_rollout=s.num_steps_per_rollout,
-    )
+    solve_four_knobs(s.values, s.global_batch_size, s.num_steps_per_rollout)
 
 
 def run_length_is_known(s: Flat) -> None:
     if s.num_rollout is None and s.num_epoch is None:
-        raise refusal("num_rollout", None, "the run has no end", "Set --num-rollout N or --num-epoch N.")
+        raise s.refusal("num_rollout", "the run has no end", "Set --num-rollout N or --num-epoch N.")
 
 
 def filter_can_keep_something(s: Flat) -> None:
     name = s.dynamic_sampling_filter_path
     if s.n_samples_per_prompt == 1 and name.endswith("nonzero_std"):
-        raise refusal(
-            "dynamic_sampling_filter_path",
-            name,
-            "drops every group when n_samples_per_prompt is 1, whose rewards never differ",
-            f"Set it to {KEEP_ALL} or n_samples_per_prompt to 2 or more.",
-        )
+        why = "drops every group when n_samples_per_prompt is 1, whose rewards never differ"
+        remedy = f"Set it to {KEEP_ALL} or n_samples_per_prompt to 2 or more."
+        raise s.refusal("dynamic_sampling_filter_path", why, remedy)
 
 
 def context_holds_prompt_and_response(s: Flat) -> None:
     context = s.rollout_max_context_len
-    for name, length in (
-        ("rollout_max_response_len", s.rollout_max_response_len),
-        ("eval_max_response_len", s.eval_max_response_len),
-    ):
-        if context is not None and length >= context:
-            raise refusal(
-                name,
-                length,
-                f"leaves no room for a prompt in rollout_max_context_len = {context}",
-                f"Set it below {context}.",
-            )
+    for name in ("rollout_max_response_len", "eval_max_response_len"):
+        if context is not None and s.values[name] >= context:
+            why = f"leaves no room for a prompt in rollout_max_context_len = {context}"
+            raise s.refusal(name, why, f"Set it below {context}.")
     prompt = s.rollout_max_prompt_len
     if context is not None and prompt is not None and prompt >= context:
-        raise refusal(
-            "rollout_max_prompt_len",
-            prompt,
-            f"leaves no room for a response in rollout_max_context_len = {context}",
-            f"Set it below {context}.",
-        )
+        why = f"leaves no room for a response in rollout_max_context_len = {context}"
+        raise s.refusal("rollout_max_prompt_len", why, f"Set it below {context}.")
 
 
 def top_k_is_a_count_or_all(s: Flat) -> None:
     if s.rollout_top_k == 0:
-        raise refusal("rollout_top_k", 0, "would leave no token to sample from", "Set it to -1 (all) or 1 and more.")
+        raise s.refusal("rollout_top_k", "would leave no token to sample from", "Set it to -1 (all) or 1 and more.")
 
 
 def evaluation_has_data(s: Flat) -> None:
     data = s.eval_prompt_data
     if data and s.eval_config is not None:
-        raise refusal("eval_config", s.eval_config, "eval_prompt_data is given too", "Keep one of the two.")
+        raise s.refusal("eval_config", "eval_prompt_data is given too", "Keep one of the two.")
     if s.eval_interval is not None and not s.evaluates:
-        raise refusal(
-            "eval_interval", s.eval_interval, "eval_prompt_data is empty", "Set --eval-prompt-data NAME PATH."
-        )
+        raise s.refusal("eval_interval", "eval_prompt_data is empty", "Set --eval-prompt-data NAME PATH.")
     if len(data) > 1 and len(data) % 2:
-        raise refusal("eval_prompt_data", data, "not pairs of name and path", "Write NAME PATH [NAME PATH ...].")
+        raise s.refusal("eval_prompt_data", "not pairs of name and path", "Write NAME PATH [NAME PATH ...].")
     names = [name for name, _ in s.datasets]
     if len(set(names)) < len(names):
-        raise refusal("eval_prompt_data", data, "two data sets have one name", "Give each its own name.")
+        raise s.refusal("eval_prompt_data", "two data sets have one name", "Give each its own name.")
 
 
 def learning_rate_decays_downwards(s: Flat) -> None:
     if s.min_lr > s.lr:
-        raise refusal("min_lr", s.min_lr, f"above lr = {s.lr}", "Set min_lr <= lr.")
+        raise s.refusal("min_lr", f"above lr = {s.lr}", "Set min_lr <= lr.")
 
 
 def engine_addresses_match_the_engine(s: Flat) -> None:
     addrs = s.rollout_external_engine_addrs
     if s.engine == "external" and not addrs:
-        raise refusal(
-            "engine", s.engine, "no addresses of running engines", "Set --rollout-external-engine-addrs HOST:PORT ..."
-        )
+        why = "no addresses of running engines"
+        raise s.refusal("engine", why, "Set --rollout-external-engine-addrs HOST:PORT ...")
     if s.engine != "external" and addrs:
-        raise refusal("rollout_external_engine_addrs", addrs, f"engine is {s.engine!r}", "Set --engine external.")
+        raise s.refusal("rollout_external_engine_addrs", f"engine is {s.engine!r}", "Set --engine external.")
     if s.engine == "external" and s.num_generation_workers != len(addrs):
-        raise refusal(
-            "num_generation_workers",
-            s.num_generation_workers,
-            f"{len(addrs)} engine addresses are given, one worker drives one engine",
-            "Leave it out.",
-        )
+        why = f"{len(addrs)} engine addresses are given, one worker drives one engine"
+        raise s.refusal("num_generation_workers", why, "Leave it out.")
     if (s.sglang_router_ip is None) != (s.sglang_router_port is None):
         missing = "sglang_router_ip" if s.sglang_router_ip is None else "sglang_router_port"
         raise refusal(missing, None, "a router has both an address and a port", "Set both or none.")
 
 
 def inner_deadlines_are_shorter(s: Flat) -> None:
-    for inner, value, outer, limit in (
-        ("heartbeat_s", s.heartbeat_s, "lease_s", s.lease_s),
-        (
-            "engine_token_deadline_s",
-            s.engine_token_deadline_s,
-            "sglang_request_deadline_s",
-            s.sglang_request_deadline_s,
-        ),
-    ):
-        if value >= limit:
-            raise refusal(inner, value, f"not below {outer} = {limit}", f"Set {inner} < {outer}.")
+    for inner, outer in (("heartbeat_s", "lease_s"), ("engine_token_deadline_s", "sglang_request_deadline_s")):
+        if s.values[inner] >= s.values[outer]:
+            raise s.refusal(inner, f"not below {outer} = {s.values[outer]}", f"Set {inner} < {outer}.")
 
 
 def bus_url_is_understood(s: Flat) -> None:
@@ -142,32 +108,24 @@ def bus_url_is_understood(s: Flat) -> None:
 
 
 def run_name_is_a_plain_name(s: Flat) -> None:
-    check_run_name(s.name)
-
-
-def check_run_name(name: str) -> None:
-    if not RUN_NAME.fullmatch(name):
-        raise refusal(
-            "name",
-            name,
-            "a run's name is a folder and a part of Redis keys",
-            "Use letters, digits, dot, dash and underscore, at most 64, beginning with a letter or digit.",
-        )
+    if not RUN_NAME.fullmatch(s.name):
+        remedy = "Use letters, digits, dot, dash and underscore, at most 64, beginning with a letter or digit."
+        raise s.refusal("name", "a run's name is a folder and a part of Redis keys", remedy)
 
 
 def debug_modes_exclude_each_other(s: Flat) -> None:
     if s.debug_rollout_only and (s.debug_train_only or s.load_debug_rollout_data):
-        raise refusal("debug_rollout_only", True, "the trainer cannot be both off and alone", "Choose one debug mode.")
+        raise s.refusal("debug_rollout_only", "the trainer cannot be both off and alone", "Choose one debug mode.")
     if s.debug_train_only and not s.load_debug_rollout_data:
-        raise refusal("debug_train_only", True, "it needs batches", "Give --load-debug-rollout-data PATH_{rollout_id}.")
+        raise s.refusal("debug_train_only", "it needs batches", "Give --load-debug-rollout-data PATH_{rollout_id}.")
     for field in ("save_hf", "save_debug_rollout_data", "load_debug_rollout_data"):
         pattern = getattr(s, field)
         if pattern is not None and "{rollout_id}" not in pattern:
-            raise refusal(field, pattern, "every rollout would use one path", "Write {rollout_id} into the path.")
+            raise s.refusal(field, "every rollout would use one path", "Write {rollout_id} into the path.")
     train = s.save_debug_train_data
     if train is not None and not ("{rollout_id}" in train and "{rank}" in train):
         remedy = "Write {rollout_id} and {rank} into the path."
-        raise refusal("save_debug_train_data", train, "every rollout and rank has a file of its own", remedy)
+        raise s.refusal("save_debug_train_data", "every rollout and rank has a file of its own", remedy)
 
 
 RULES: tuple[Rule, ...] = (

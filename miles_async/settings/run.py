@@ -3,7 +3,6 @@
 Build it with `load.load` (file and flags) or `load.settings_from` (keywords); both resolve and check.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -53,7 +52,5 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def flat(self) -> Flat:
         """All settings by name, and what follows from several."""
-        return Flat({name: getattr(table, name) for table in self._tables() for name in table.__struct_fields__})
-
-    def _tables(self) -> Iterator[msgspec.Struct]:
-        return (getattr(self, name) for name in self.__struct_fields__)
+        tables = [getattr(self, name) for name in self.__struct_fields__]
+        return Flat({name: getattr(table, name) for table in tables for name in table.__struct_fields__})

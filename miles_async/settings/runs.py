@@ -93,17 +93,11 @@ def find_run(*, run: str | None, runs_dir: Path, bus_url: str | None) -> RunRef:
         why = f"run {begun} has no bus yet: it is being started, or its start failed"
         raise SettingsError(why, remedy="What miles-async train prints says which; ask again when it is up.")
     if not known:
-        raise SettingsError(
-            f"no run in {runs_dir.absolute()}",
-            remedy="Start one with miles-async train, or give --runs-dir or --bus-url.",
-        )
+        remedy = "Start one with miles-async train, or give --runs-dir or --bus-url."
+        raise SettingsError(f"no run in {runs_dir.absolute()}", remedy=remedy)
     if run is not None and run not in known:
-        raise SettingsError(
-            f"no such run in {runs_dir.absolute()}",
-            field="--run",
-            value=run,
-            remedy=nearest(run, known) or f"Runs there: {', '.join(known[:5])}.",
-        )
+        remedy = nearest(run, known) or f"Runs there: {', '.join(known[:5])}."
+        raise refusal("--run", run, f"no such run in {runs_dir.absolute()}", remedy)
     return read_run_file(runs_dir / (run or known[0]) / RUN_FILE)
 
 
@@ -119,12 +113,8 @@ def _begun(runs_dir: Path, run: str | None, known: list[str]) -> str:
 def check_bus_url(url: str | None) -> None:
     """Refuse an address of no known scheme; a password in it is not shown."""
     if url is not None and not url.startswith(BUS_SCHEMES):
-        raise refusal(
-            "bus_url",
-            url.rpartition("@")[2],
-            "not an address of a Redis",
-            "Write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH.",
-        )
+        remedy = "Write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH."
+        raise refusal("bus_url", url.rpartition("@")[2], "not an address of a Redis", remedy)
 
 
 def read_settings(run_dir: Path) -> dict[str, dict[str, Any]]:

@@ -12,68 +12,40 @@ from miles_async.settings.run import RunSettings
 
 def critic_belongs_to_ppo(s: Flat) -> None:
     if not s.estimator.critic:
-        for name, value in (("critic_load", s.critic_load), ("num_critic_only_steps", s.num_critic_only_steps)):
-            if value:
-                raise refusal(
-                    name,
-                    value,
-                    f"advantage_estimator = {s.advantage_estimator!r} has no critic",
-                    "Leave it out, or set --advantage-estimator ppo.",
-                )
+        for name in ("critic_load", "num_critic_only_steps"):
+            if s.values[name]:
+                why = f"advantage_estimator = {s.advantage_estimator!r} has no critic"
+                raise s.refusal(name, why, "Leave it out, or set --advantage-estimator ppo.")
     rollouts = s.num_rollout
     if rollouts is not None and s.num_critic_only_steps >= rollouts:
-        raise refusal(
-            "num_critic_only_steps",
-            s.num_critic_only_steps,
-            f"the policy would never be trained in num_rollout = {rollouts}",
-            "Set it below num_rollout.",
-        )
+        why = f"the policy would never be trained in num_rollout = {rollouts}"
+        raise s.refusal("num_critic_only_steps", why, "Set it below num_rollout.")
 
 
 def distillation_has_one_teacher(s: Flat) -> None:
     if s.use_opd and s.estimator.teacher:
-        raise refusal(
-            "use_opd",
-            True,
-            f"advantage_estimator = {s.advantage_estimator!r} counts the teacher already",
-            "Keep one of the two.",
-        )
+        why = f"advantage_estimator = {s.advantage_estimator!r} counts the teacher already"
+        raise s.refusal("use_opd", why, "Keep one of the two.")
     served = s.opd_type == "sglang"
     if s.distills and not (s.opd_teacher_urls if served else s.opd_teacher_load):
-        raise refusal(
-            "opd_teacher_urls" if served else "opd_teacher_load",
-            None,
-            f"distillation without a teacher (opd_type = {s.opd_type!r})",
-            "Set --opd-teacher-load DIR of the teacher, or --opd-teacher-urls http://HOST:PORT of its server.",
-        )
-    for name, value, fits in (
-        ("opd_teacher_load", s.opd_teacher_load, not served),
-        ("opd_teacher_urls", s.opd_teacher_urls, served),
-    ):
-        if s.distills and value and not fits:
-            raise refusal(name, value, f"opd_type = {s.opd_type!r} does not ask it", "Keep one teacher.")
+        why = f"distillation without a teacher (opd_type = {s.opd_type!r})"
+        remedy = "Set --opd-teacher-load DIR of the teacher, or --opd-teacher-urls http://HOST:PORT of its server."
+        raise refusal("opd_teacher_urls" if served else "opd_teacher_load", None, why, remedy)
+    unasked = "opd_teacher_load" if served else "opd_teacher_urls"
+    if s.distills and s.values[unasked]:
+        raise s.refusal(unasked, f"opd_type = {s.opd_type!r} does not ask it", "Keep one teacher.")
     if s.distills and served and s.rollout_temperature != 1.0:
-        raise refusal(
-            "rollout_temperature",
-            s.rollout_temperature,
-            "a served teacher's log-probs are those of temperature 1",
-            "Set it to 1.0, or load the teacher in the trainer with --opd-teacher-load.",
-        )
+        remedy = "Set it to 1.0, or load the teacher in the trainer with --opd-teacher-load."
+        raise s.refusal("rollout_temperature", "a served teacher's log-probs are those of temperature 1", remedy)
     for url in s.opd_teacher_urls:
         if not url.startswith(("http://", "https://")):
             raise refusal("opd_teacher_urls", url, "not an http:// or https:// address", "Write the scheme too.")
-    for name, value in (("opd_teacher_load", s.opd_teacher_load), ("opd_teacher_urls", s.opd_teacher_urls)):
-        if value and not s.distills:
-            raise refusal(
-                name,
-                value,
-                "nothing is distilled",
-                "Add --use-opd or --advantage-estimator on_policy_distillation, or leave it out.",
-            )
+    for name in ("opd_teacher_load", "opd_teacher_urls"):
+        if s.values[name] and not s.distills:
+            remedy = "Add --use-opd or --advantage-estimator on_policy_distillation, or leave it out."
+            raise s.refusal(name, "nothing is distilled", remedy)
     if s.opd_teacher_ckpt_step is not None and s.opd_teacher_load is None:
-        raise refusal(
-            "opd_teacher_ckpt_step", s.opd_teacher_ckpt_step, "there is no opd_teacher_load", "Set it or leave this out."
-        )
+        raise s.refusal("opd_teacher_ckpt_step", "there is no opd_teacher_load", "Set it or leave this out.")
 
 
 RULES: tuple[Callable[[Flat], None], ...] = (critic_belongs_to_ppo, distillation_has_one_teacher)
@@ -91,12 +63,8 @@ def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
     if model_dir is not None:
         own = _vocabulary(model_dir, "hf_checkpoint", settings.model.hf_checkpoint)
         if size != own:
-            raise refusal(
-                "opd_teacher_load",
-                given,
-                f"its vocabulary has {size} tokens, the policy's {own}: their log-probs cannot be compared",
-                "Choose a teacher with the policy's tokenizer.",
-            )
+            why = f"its vocabulary has {size} tokens, the policy's {own}: their log-probs cannot be compared"
+            raise settings.flat.refusal("opd_teacher_load", why, "Choose a teacher with the policy's tokenizer.")
     return str(path.resolve())
 
 

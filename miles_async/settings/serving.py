@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from miles_async.settings import cluster
 from miles_async.settings.catalog import PREFIXES, names
-from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.errors import nearest, refusal
 from miles_async.settings.flat import Flat
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9.]+)*")
@@ -49,45 +49,30 @@ ROUTER_OWNED: dict[str, str] = {
 def engines_match_the_gpus(s: Flat) -> None:
     """rollout_num_gpus = engines * GPUs per engine, and as many ids, each once."""
     if s.engine != "sglang":
-        for field, value, unset in (
-            ("rollout_num_gpus", s.rollout_num_gpus, 0),
-            ("server_args", s.server_args, {}),
-            ("sglang_server_command", s.sglang_server_command, ()),
-            ("sglang_fused_sampling", s.sglang_fused_sampling, False),
-        ):
-            if value != unset:
-                raise _not_for(s, field, value)
+        for field in ("rollout_num_gpus", "server_args", "sglang_server_command", "sglang_fused_sampling"):
+            if s.values[field]:
+                raise s.refusal(field, f"engine is {s.engine!r}", _without_sglang(s.values[field]))
         return
     wanted = s.num_generation_workers * s.rollout_num_gpus_per_engine
     if s.rollout_num_gpus != wanted:
-        raise SettingsError(
+        raise s.refusal(
+            "rollout_num_gpus",
             f"{s.num_generation_workers} engines of rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine} take {wanted}",
-            field="rollout_num_gpus",
-            value=s.rollout_num_gpus,
-            remedy="Set a multiple of the GPUs per engine and leave out num_generation_workers.",
+            "Set a multiple of the GPUs per engine and leave out num_generation_workers.",
         )
     if len(s.rollout_gpu_ids) != wanted:
-        raise SettingsError(
-            f"{len(s.rollout_gpu_ids)} ids for {wanted} GPUs",
-            field="rollout_gpu_ids",
-            value=s.rollout_gpu_ids,
-            remedy="Name each GPU once, or leave it out.",
-        )
+        why = f"{len(s.rollout_gpu_ids)} ids for {wanted} GPUs"
+        raise s.refusal("rollout_gpu_ids", why, "Name each GPU once, or leave it out.")
     if len(set(s.rollout_gpu_ids)) < wanted and s.rollout_num_gpus_per_engine > 1:
-        raise SettingsError(
-            "one engine needs different GPUs",
-            field="rollout_gpu_ids",
-            value=s.rollout_gpu_ids,
-            remedy="Name each GPU once.",
-        )
+        raise s.refusal("rollout_gpu_ids", "one engine needs different GPUs", "Name each GPU once.")
 
 
-def _not_for(s: Flat, field: str, value: object) -> SettingsError:
+def _without_sglang(value: object) -> str:
+    """What to do with a setting of SGLang's for another engine."""
     remedy = "Set --engine sglang, or leave it out."
-    if field == "server_args" and isinstance(value, dict):
-        for name in value:  # perhaps a misspelt setting of ours
-            remedy = nearest(f"sglang_{name}".replace("-", "_"), names(), cutoff=0.85) or remedy
-    return SettingsError(f"engine is {s.engine!r}", field=field, value=value, remedy=remedy)
+    for name in value if isinstance(value, dict) else ():  # perhaps a misspelt setting of ours
+        remedy = nearest(f"sglang_{name}".replace("-", "_"), names(), cutoff=0.85) or remedy
+    return remedy
 
 
 def tokens_are_drawn_where_our_function_is(s: Flat) -> None:
@@ -100,59 +85,40 @@ def tokens_are_drawn_where_our_function_is(s: Flat) -> None:
         why = f"rollout_num_gpus_per_engine is {s.rollout_num_gpus_per_engine}"
     else:
         return
-    raise SettingsError(why, field="sglang_fused_sampling", value=True, remedy="Leave it out: SGLang draws by itself.")
+    raise s.refusal("sglang_fused_sampling", why, "Leave it out: SGLang draws by itself.")
 
 
 def passed_flags_are_not_ours(s: Flat) -> None:
     """What follows from other settings cannot be passed on; names look like flags."""
-    for table, values, owned in (
-        ("server_args", s.server_args, SERVER_OWNED),
-        ("router_args", s.router_args, ROUTER_OWNED),
-    ):
-        for name, value in values.items():
+    for table, owned in (("server_args", SERVER_OWNED), ("router_args", ROUTER_OWNED)):
+        for name, value in s.values[table].items():
             flag = f"{PREFIXES[table][0]}{name}"
             if name in owned:
-                raise SettingsError(f"decided by {owned[name]}", field=flag, value=value, remedy="Leave it out.")
+                raise refusal(flag, value, f"decided by {owned[name]}", "Leave it out.")
             if table == "server_args" and name.startswith("router-"):
                 own = name.removeprefix("router-")
-                raise SettingsError("a flag of the router", field=flag, value=value, remedy=f"Write {own} in router_args.")
+                raise refusal(flag, value, "a flag of the router", f"Write {own} in router_args.")
             if not NAME.fullmatch(name):
-                raise SettingsError(
-                    "not the name of a flag", field=flag, value=value, remedy="Write it as the program does."
-                )
+                raise refusal(flag, value, "not the name of a flag", "Write it as the program does.")
 
 
 def router_settings_agree(s: Flat) -> None:
     if not s.use_router and s.sglang_router_ip is not None:
-        raise SettingsError(
-            f"sglang_router_ip = {s.sglang_router_ip!r} is given",
-            field="use_router",
-            value=False,
-            remedy="Leave one of the two out.",
-        )
+        why = f"sglang_router_ip = {s.sglang_router_ip!r} is given"
+        raise s.refusal("use_router", why, "Leave one of the two out.")
     if s.router_args and (not s.use_router or s.sglang_router_ip is not None):
         why = "use_router is off" if not s.use_router else "the router at sglang_router_ip has its own flags"
-        raise SettingsError(
-            why, field="router_args", value=s.router_args, remedy="Leave them out, or let us start the router."
-        )
+        raise s.refusal("router_args", why, "Leave them out, or let us start the router.")
 
 
 def ways_fit_the_transport(s: Flat) -> None:
     way, fraction = s.update_weight_transport, s.update_weight_wave_fraction
     if fraction < 1 and way != "disk":
-        raise SettingsError(
-            f"update_weight_transport is {way!r}, which reaches all engines at once",
-            field="update_weight_wave_fraction",
-            value=fraction,
-            remedy="Leave it out, or set --update-weight-transport disk.",
-        )
+        why = f"update_weight_transport is {way!r}, which reaches all engines at once"
+        raise s.refusal("update_weight_wave_fraction", why, "Leave it out, or set --update-weight-transport disk.")
     if not s.update_weight_copy and way != "nccl":
-        raise SettingsError(
-            f"update_weight_transport is {way!r}, which cannot send from the weights themselves",
-            field="update_weight_copy",
-            value=False,
-            remedy="Leave it out, or set --update-weight-transport nccl.",
-        )
+        why = f"update_weight_transport is {way!r}, which cannot send from the weights themselves"
+        raise s.refusal("update_weight_copy", why, "Leave it out, or set --update-weight-transport nccl.")
 
 
 def engines_are_different(s: Flat) -> None:
@@ -161,12 +127,8 @@ def engines_are_different(s: Flat) -> None:
     for address in s.rollout_external_engine_addrs:
         bare = address.rpartition("://")[2].rstrip("/").replace("localhost:", "127.0.0.1:")
         if bare in known:
-            raise SettingsError(
-                f"{known[bare]} and {address} are one engine",
-                field="rollout_external_engine_addrs",
-                value=s.rollout_external_engine_addrs,
-                remedy="Give each engine a port of its own, and each address once.",
-            )
+            remedy = "Give each engine a port of its own, and each address once."
+            raise s.refusal("rollout_external_engine_addrs", f"{known[bare]} and {address} are one engine", remedy)
         known[bare] = address
 
 

@@ -108,7 +108,8 @@ def test_a_flag_is_explained_from_its_declaration(capsys):
     assert "stale data is corrected" in shown and "others follow staleness_lookahead" in shown and "while it runs fixed" in shown
     assert "--lora-rank: refused: There is no LoRA." in shown and "--moe-permute-fusion: a field of megatron-core" in shown
     assert "no such flag" in explained("governor_min_ess") and "the same flag" in explained("lr")
-    # A rule that asks a property of all settings looks at what that is made of.
+    # A rule that asks a property of all settings looks at what that is made of, and a table of names in it is looked through.
+    assert "inner deadlines are shorter" in explained("lease_s")
     assert "wait leaves room for its lookahead" in explained("update_weights_interval")
     assert explained(*catalog()).count("in a file") == len(catalog())
     assert app.main(["train", "--explain", "tis_clap"]) == 2 and "Did you mean tis_clip?" in capsys.readouterr().err

@@ -49,6 +49,7 @@ def test_a_set_has_its_own_then_the_defaults_then_the_settings(tmp_path: Path) -
         ("eval: {datasets: []}", "names no data set"),
         ("[1]", "must hold eval.datasets"),
         ("a: [", "neither TOML"),
+        ("a: !!bool x", "neither TOML"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused(tmp_path: Path, text: str, says: str) -> None:

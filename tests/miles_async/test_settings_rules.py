@@ -36,9 +36,7 @@ knob = st.one_of(st.none(), st.integers(1, 64))
 @given(st.integers(1, 64), st.integers(1, 16), knob, knob)
 def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
     try:
-        got_gbs, got_steps = solve_four_knobs(
-            rollout_batch_size=batch, n_samples_per_prompt=n, global_batch_size=gbs, num_steps_per_rollout=steps
-        )
+        got_gbs, got_steps = solve_four_knobs({"rollout_batch_size": batch, "n_samples_per_prompt": n}, gbs, steps)
     except SettingsError as error:
         whole = {(None, steps): (batch * n) % (steps or 1), (gbs, None): (batch * n) % (gbs or 1)}
         assert whole.get((gbs, steps), 1 if batch * n != (gbs or 0) * (steps or 0) else 0)

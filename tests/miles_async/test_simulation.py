@@ -192,7 +192,9 @@ def test_a_run_that_cannot_go_on_says_what_its_trainer_waits_for():
 @given(seed=st.integers(0, 10_000), abort=st.booleans(), slices=st.sampled_from([0, 7]), tail=st.sampled_from([0, 2]))
 def test_every_token_of_a_sample_has_one_version_however_often_it_is_interrupted(seed, abort, slices, tail):
     chance = random.Random(seed)
-    engines = Engines(workers=3, slots=2, slowdown=0.1, tail_slots=tail, tail_after=12, slice_tokens=slices)
+    asked = {"max_weight_staleness": 1, "staleness_policy": "auto", "rollout_batch_size": 1, "n_samples_per_prompt": 1}
+    own = {"num_generation_workers": 3, "slots": 2, "tail_slots": tail, "tail_after_tokens": 12, "max_tokens_per_slice": slices}
+    engines = Engines(Knobs(**asked, **own), 0.1)
     now, step, left = 0.0, 0, 12
     for worker in engines.workers:
         engines.load(worker, 0, 0.0, abort=False)

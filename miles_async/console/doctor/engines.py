@@ -20,22 +20,17 @@ SLOW_LOAD_S = 5.0  # a version may take so long to load, or as long as two steps
 
 def _workers(scene: Scene) -> list[ActorFacts]:
     """Living ones that are not about to end."""
-    return [
-        a
-        for a in scene.snapshot.of_role("generation")
-        if a.life == "alive" and a.vitals.state != "draining" and not scene.over
-    ]
+    living = [a for a in scene.snapshot.of_role("generation") if a.life == "alive" and not scene.over]
+    return [a for a in living if a.vitals.state != "draining"]
 
 
 def stale_workers(scene: Scene) -> Iterator[Finding]:
     """Workers that may take no lease, because they do not serve the version that was announced."""
     policy = scene.snapshot.policy
-    for actor in scene.snapshot.of_role("generation"):
+    for actor in _workers(scene):
         vitals = actor.vitals
-        if actor.life != "alive" or vitals.version >= policy.announced or vitals.state == "draining" or scene.over:
+        if vitals.version >= policy.announced or vitals.waits_for == UNLENT:  # which takes a version when it has a GPU
             continue
-        if vitals.waits_for == UNLENT:
-            continue  # it takes a version when it has a GPU
         loads_s = actor.waited_s if vitals.waits_for.startswith("activation") else 0.0
         behind_s = max(policy.behind_s(vitals.version), loads_s)  # of many versions the snapshot knows the newest only
         if vitals.waits_for == BOOTING:
@@ -55,25 +50,19 @@ def refused_weights(scene: Scene) -> Iterator[Finding]:
     """Workers that could not load a version and have loaded none since."""
     workers = _workers(scene)
     said = {e.actor: e for e in scene.news if e.kind in ("weights refused", "transport failed") and "version" in e.data}
-    behind = {a.vitals.actor: said[a.vitals.actor] for a in workers if a.vitals.actor in said}
-    behind = {
-        name: e
-        for name, e in behind.items()
-        if next(a for a in workers if a.vitals.actor == name).vitals.version < e.data["version"]
-    }
+    serves = {a.vitals.actor: a.vitals.version for a in workers}
+    behind = {name: e for name, e in said.items() if name in serves and serves[name] < e.data["version"]}
     if behind and len(behind) == len(workers):
         newest = max(behind.values(), key=lambda e: e.wall)
         text = (
             f"no worker could load version {newest.data['version']}: {shorten(newest.text, 250)}. They go on with older weights, "
-            "or with none, "
-            "until one loads"
+            "or with none, until one loads"
         )
         yield Finding("error", "weights refused", "generation", text, scene.now - min(e.wall for e in behind.values()))
         return
     for name, event in sorted(behind.items()):
         text = f"{name} could not load version {event.data['version']}: {shorten(event.text, 250)}"
-        none = next(a for a in workers if a.vitals.actor == name).vitals.version < 0
-        if none and event.kind == "weights refused":  # a transport that failed says nothing of the model
+        if serves[name] < 0 and event.kind == "weights refused":  # a transport that failed says nothing of the model
             text += "; it has loaded none: is its --model-path the model of the run?"
         yield Finding("warning", "weights refused", name, text, scene.now - event.wall)
 
@@ -100,11 +89,10 @@ def silent_engines(scene: Scene) -> Iterator[Finding]:
         counters = actor.vitals.counters
         silent_s = counters.get("engine/silent_s", 0.0)
         if silent_s > SILENT_S:
+            asked = f"{counters.get('engine/asked', 0):.0f} requests"
             text = (
-                f"the engine of {actor.vitals.actor} has given no token for {duration(silent_s)} to any of its "
-                f"{counters.get('engine/asked', 0):.0f} "
-                "requests: it hangs, or reads very long prompts. After --engine-token-deadline-s its samples go elsewhere and it "
-                "starts anew"
+                f"the engine of {actor.vitals.actor} has given no token for {duration(silent_s)} to any of its {asked}: it hangs, "
+                "or reads very long prompts. After --engine-token-deadline-s its samples go elsewhere and it starts anew"
             )
             yield Finding("error", "engine silent", actor.vitals.actor, text, silent_s)
 
@@ -122,8 +110,7 @@ def slow_engines(scene: Scene) -> Iterator[Finding]:
         if usual and all(mine < SLOW * theirs for mine, theirs in zip(own, usual, strict=True)):
             text = (
                 f"the engine of {name} gives {own[0]:.0f} tokens/s, its peers {usual[0]:.0f}: look at what else runs on its GPU "
-                "or host, "
-                "its clocks and its log"
+                "or host, its clocks and its log"
             )
             yield Finding("warning", "slow engine", name, text)
 
@@ -138,7 +125,6 @@ def slow_weights(scene: Scene) -> Iterator[Finding]:
     if load_s > max(SLOW_LOAD_S, 2 * step_s):
         text = (
             f"a version takes {duration(load_s)} to arrive, a step {duration(step_s)}: samples are born stale. Use a faster "
-            "transport "
-            "(--update-weight-transport), or publish more seldom (--update-weights-interval)"
+            "transport (--update-weight-transport), or publish more seldom (--update-weights-interval)"
         )
         yield Finding("warning", "slow weights", "generation", text)

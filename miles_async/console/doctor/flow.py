@@ -7,16 +7,12 @@ from collections.abc import Iterator
 
 from bus.messages.control import CREDITS, STEP_BEGAN
 from miles_async.console.doctor.finding import PATIENCE_S, Finding
-from miles_async.console.explain import open_text
+from miles_async.console.explain import open_text, taken_slots
 from miles_async.console.scene import Scene
 from miles_async.console.text import duration, plural, shorten
 
 UNSCORED_S = 10.0  # a sample may wait for its score for so long while the trainer waits
-IDLE_STEPS, IDLE_SHARE, IDLE_SLOTS = (
-    10,
-    0.7,
-    0.25,
-)  # the trainer waited for this part of so many steps, and so few slots work
+IDLE_STEPS, IDLE_SHARE, IDLE_SLOTS = 10, 0.7, 0.25  # the trainer waited for this part of so many steps, and so few slots work
 STEP_S, STEP_TIMES = 300.0, 20  # a step may take so long, since a first one compiles, and so many times the longest of late
 FIRST_STEP_S = 1800.0  # where there was none before
 
@@ -26,18 +22,13 @@ def dead_letters(scene: Scene) -> Iterator[Finding]:
     if not scene.dead:
         return
     newest = scene.dead[-1]
-    of_one, times = max(Counter(scene.rows).items(), key=lambda item: item[1], default=("", 0))
-    same = (
-        f"; {times} of the newest {len(scene.dead)} are of prompt {of_one}, row {of_one.removeprefix('p')} of the data"
-        if times > 1
-        else ""
-    )
-    what = f"{newest.sample} on {shorten(newest.fields.get('note', ''), 120)}"
     n = plural(scene.snapshot.streams["dead"].length, "dead letter")
+    text = f"{n}, the newest {newest.sample} on {shorten(newest.fields.get('note', ''), 120)}"
+    of_one, times = max(Counter(scene.rows).items(), key=lambda item: item[1], default=("", 0))
+    if times > 1:
+        text += f"; {times} of the newest {len(scene.dead)} are of prompt {of_one}, row {of_one.removeprefix('p')} of the data"
     age = max(0.0, scene.now - newest.wall)
-    yield Finding(
-        "warning", "dead letters", "dead", f"{n}, the newest {what}{same}. See miles-async bus dead list", age
-    )
+    yield Finding("warning", "dead letters", "dead", f"{text}. See miles-async bus dead list", age)
 
 
 def starving_filter(scene: Scene) -> Iterator[Finding]:
@@ -61,23 +52,22 @@ def starving_filter(scene: Scene) -> Iterator[Finding]:
 
 def failed_checkpoints(scene: Scene) -> Iterator[Finding]:
     """A save that failed, until a later one is durable."""
-    failed = [
-        e
-        for e in scene.news
-        if e.kind == "checkpoint failed" and int(e.data.get("step", 0)) > scene.snapshot.policy.checkpoint_step
-    ]
-    if failed:
+    durable = scene.snapshot.policy.checkpoint_step
+    if failed := [e for e in scene.news if e.kind == "checkpoint failed" and int(e.data.get("step", 0)) > durable]:
         newest = failed[-1]
         text = f"{newest.text} ({plural(len(failed), 'save')} in a row failed)" if len(failed) > 1 else newest.text
         yield Finding("error", "checkpoint failed", "trainer", text, scene.now - failed[0].wall)
 
 
+def _waits_for_groups(scene: Scene) -> bool:
+    return any(" on groups" in a.vitals.waits_for for a in scene.snapshot.of_role("trainer") if a.life == "alive")
+
+
 def slow_rewards(scene: Scene) -> Iterator[Finding]:
     """Samples that wait for their score while the trainer waits for them."""
     heads = scene.places.heads.get("rollouts", [])
-    waits = any(" on groups" in a.vitals.waits_for for a in scene.snapshot.of_role("trainer") if a.life == "alive")
     scorers = [a for a in scene.snapshot.of_role("reward") if a.life == "alive"]
-    if not heads or not waits or not scorers or scene.over:
+    if not heads or not scorers or scene.over or not _waits_for_groups(scene):
         return
     oldest = scene.now - min(head.wall for head in heads)
     stages = scene.places.stages()
@@ -87,9 +77,8 @@ def slow_rewards(scene: Scene) -> Iterator[Finding]:
     retries = sum(a.vitals.counters.get("scorer_failures", 0.0) for a in scorers)
     text = (
         f"{plural(len(heads), 'sample')} wait to be scored, the oldest for {duration(oldest)}, and the trainer waits for them: a "
-        "score takes "
-        f"{duration(each)}, {retries:.0f} attempts failed or came late. Look at the judge, remote service or function; raise "
-        "--num-reward-workers"
+        f"score takes {duration(each)}, {retries:.0f} attempts failed or came late. Look at the judge, remote service or "
+        "function; raise --num-reward-workers"
     )
     yield Finding("warning", "slow rewards", "reward", text, oldest)
 
@@ -104,8 +93,7 @@ def stuck_evaluation(scene: Scene) -> Iterator[Finding]:
         where = ", ".join(f"{f.length} on {f.name}" for f in facts if f.length)
         text = (
             f"the evaluation under way has not moved for {duration(still_s)} ({where}): no later one begins before it ends. A "
-            "missing sample is "
-            "found with miles-async trace; a lost one ends with miles-async bus dead list"
+            "missing sample is found with miles-async trace; a lost one ends with miles-async bus dead list"
         )
         yield Finding("warning", "evaluation stuck", "evaluator", text, still_s)
 
@@ -140,24 +128,16 @@ def idle_trainer(scene: Scene) -> Iterator[Finding]:
     """A bound that holds back what the engines have room for while the trainer waits."""
     steps = [s for s in scene.steps if not s.resumed][-IDLE_STEPS:]
     waited, worked = (sum(s.get(f"perf/{name}_s") for s in steps) for name in ("wait", "train"))
-    waits = any(" on groups" in a.vitals.waits_for for a in scene.snapshot.of_role("trainer") if a.life == "alive")
-    held = waits and any(
-        a.vitals.waits_for == CREDITS for a in scene.snapshot.of_role("sampler") if a.life == "alive"
-    )
-    workers = [a.vitals for a in scene.snapshot.of_role("generation") if a.life == "alive"]
-    slots, busy = sum(v.slots for v in workers), sum(v.in_flight for v in workers)
-    if (
-        len(steps) < IDLE_STEPS
-        or waited < IDLE_SHARE * (waited + worked)
-        or not held
-        or busy > IDLE_SLOTS * slots
-        or scene.over
-    ):
+    held = any(a.vitals.waits_for == CREDITS for a in scene.snapshot.of_role("sampler") if a.life == "alive")
+    busy, slots = taken_slots(scene)
+    if len(steps) < IDLE_STEPS or waited < IDLE_SHARE * (waited + worked) or busy > IDLE_SLOTS * slots or scene.over:
+        return
+    if not (held and _waits_for_groups(scene)):
         return
     bound = int(scene.knobs.get("max_weight_staleness", 0))
     text = (
         f"the trainer waited for {waited / (waited + worked):.0%} of the last {IDLE_STEPS} steps while {slots - busy} of {slots} "
-        "slots were free: "
-        f"{open_text(scene)}. Bound {bound} holds prompts back: raise max_weight_staleness or the batch (miles-async tune)"
+        f"slots were free: {open_text(scene)}. Bound {bound} holds prompts back: raise max_weight_staleness or the batch "
+        "(miles-async tune)"
     )
     yield Finding("warning" if bound else "info", "idle trainer", "trainer", text)

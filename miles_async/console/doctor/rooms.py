@@ -36,9 +36,8 @@ def missing_rooms(scene: Scene) -> Iterator[Finding]:
     if any(a.life == "alive" and a.vitals.state == "draining" for a in snapshot.of_role("trainer")):
         return  # asked to end: the others have ended, and it writes its last checkpoint
     if not snapshot.actors:
-        yield Finding(
-            "error", "nobody there", "run", "no actor has ever sent a heartbeat: nothing is running on this bus"
-        )
+        text = "no actor has ever sent a heartbeat: nothing is running on this bus"
+        yield Finding("error", "nobody there", "run", text)
         return
     for role in (r for r in ROLES if r not in OPTIONAL):
         if role in snapshot.roles_alive:
@@ -52,11 +51,8 @@ def missing_rooms(scene: Scene) -> Iterator[Finding]:
         if any(_waits_its_turn(a, scene) for a in known):
             continue
         age = min((a.age_s for a in known), default=0.0)
-        last = (
-            "; " + ", ".join(f"{a.vitals.actor} {a.vitals.state} {duration(a.age_s)} ago" for a in known[:3])
-            if known
-            else ""
-        )
+        seen = ", ".join(f"{a.vitals.actor} {a.vitals.state} {duration(a.age_s)} ago" for a in known[:3])
+        last = f"; {seen}" if seen else ""
         behind = f"; waiting for it: {', '.join(waiting)}" if waiting else ""
         remedy = " Start one with miles-async worker." if role == "generation" else ""
         name = "generation worker" if role == "generation" else role
@@ -88,9 +84,8 @@ def silent_actors(scene: Scene) -> Iterator[Finding]:
         if vitals.role == "launcher":
             continue
         if vitals.state == "failed":
-            yield Finding(
-                "error", "actor failed", vitals.actor, f"{vitals.actor} failed: {vitals.note or 'see its log'}", age
-            )
+            text = f"{vitals.actor} failed: {vitals.note or 'see its log'}"
+            yield Finding("error", "actor failed", vitals.actor, text, age)
         if life not in ("late", "dead") or _waits_its_turn(actor, scene):
             continue
         if vitals.actor in scene.stopped:
@@ -107,9 +102,7 @@ def silent_actors(scene: Scene) -> Iterator[Finding]:
         if peers and not n and vitals.role in ("generation", "reward"):
             yield Finding("info", "gone", vitals.actor, f"{text}; it holds nothing, {peers[0]} works on", age)
             continue
-        kept = (
-            f"; it holds {plural(n, 'entry')}, which a peer claims {scene.lease_s:g} s after its last word" if n else ""
-        )
+        kept = f"; it holds {plural(n, 'entry')}, which a peer claims {scene.lease_s:g} s after its last word" if n else ""
         last = f"; it was waiting for {vitals.waits_for}" if vitals.waits_for else ""
         yield Finding("error", "silent actor", vitals.actor, text + kept + last, age)
 
@@ -192,11 +185,8 @@ def crash_loops(scene: Scene) -> Iterator[Finding]:
 
 def full_hosts(scene: Scene) -> Iterator[Finding]:
     """Disks and memory that are nearly used up, as the actors on each host last saw them."""
-    hosts = {
-        a.vitals.host: a.vitals.counters
-        for a in scene.snapshot.actors
-        if a.life == "alive" and "free/memory" in a.vitals.counters
-    }
+    alive = [a.vitals for a in scene.snapshot.actors if a.life == "alive"]
+    hosts = {vitals.host: vitals.counters for vitals in alive if "free/memory" in vitals.counters}
     for host, has in sorted(hosts.items()):
         disk, memory, share = has.get("free/disk", DISK_BYTES), has["free/memory"], has.get("free/memory_share", 1.0)
         if disk < DISK_BYTES:
@@ -210,7 +200,6 @@ def full_hosts(scene: Scene) -> Iterator[Finding]:
             level = "error" if share < MEMORY_ERROR_SHARE else "warning"
             text = (
                 f"{host} has {human_bytes(memory)} of memory left ({share:.1%}): the kernel ends the largest process when there "
-                "is none. "
-                "Use fewer or smaller workers there, or a larger host"
+                "is none. Use fewer or smaller workers there, or a larger host"
             )
             yield Finding(level, "host memory", host, text)

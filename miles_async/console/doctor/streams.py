@@ -20,9 +20,8 @@ def unfit_server(scene: Scene) -> Iterator[Finding]:
     for rule, why in unfit(s.role, s.eviction).items():
         yield Finding("error", rule, "redis", f"Redis {why}")
     if s.aof not in ("", "ok"):
-        yield Finding(
-            "error", "append-only file", "redis", f"Redis cannot write its append-only file ({s.aof}): free its disk"
-        )
+        text = f"Redis cannot write its append-only file ({s.aof}): free its disk"
+        yield Finding("error", "append-only file", "redis", text)
     if not s.snapshot_ok:
         text = "Redis cannot write its snapshot and refuses writes (stop-writes-on-bgsave-error): free its disk, or correct its dir"
         yield Finding("error", "snapshot", "redis", text)
@@ -97,8 +96,7 @@ def lost_streams(scene: Scene) -> Iterator[Finding]:
         if gone:
             text = (
                 f"{stream.name} has no readers {', '.join(sorted(gone))} any more: somebody deleted the stream or its group on "
-                "Redis. What was "
-                "on it is lost: stop the run; the same miles-async train command goes on from the checkpoint"
+                "Redis. What was on it is lost: stop the run; the same miles-async train command goes on from the checkpoint"
             )
             yield Finding("error", "stream gone", stream.name, text)
     served = max((a.vitals.version for a in scene.snapshot.of_role("generation") if a.life == "alive"), default=-1)
@@ -107,7 +105,6 @@ def lost_streams(scene: Scene) -> Iterator[Finding]:
     if gone_logs and served >= 0:
         text = (
             f"{' and '.join(gone_logs)} is empty on Redis although workers serve version {served}: somebody deleted it. Stop the "
-            "run; the same "
-            "miles-async train command goes on from the checkpoint"
+            "run; the same miles-async train command goes on from the checkpoint"
         )
         yield Finding("error", "stream gone", gone_logs[0], text)

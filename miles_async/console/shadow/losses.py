@@ -72,9 +72,8 @@ class Losses:
         size = sum(file.stat().st_size for file in Path(run.hf_checkpoint).glob("*.safetensors"))
         if self._asks and (library == "megatron" or ranks > 1 or size > MOST_BYTES):
             why = f"it asks the model itself, and {size / 1e9:.1f} GB on {ranks} ranks of {library} need a GPU"
-            raise SettingsError(
-                f"this loss cannot be compared here: {why}", remedy="Without correction, KL and entropy it needs none."
-            )
+            rule = f"this loss cannot be compared here: {why}"
+            raise SettingsError(rule, remedy="Without correction, KL and entropy it needs none.")
         self._backends: tuple[TrainBackend, ...] = ()
         self._thread = ThreadPoolExecutor(
             1, initializer=step_back

@@ -47,16 +47,14 @@ def read_plan(path: Path) -> ShadowPlan:
     try:
         document = parsed(tomllib.loads, path.read_text("utf-8"))
     except OSError as error:
-        raise SettingsError(
-            f"cannot read {path}: {(error.strerror or str(error)).lower()}", remedy="Check the path."
-        ) from None
+        why = f"cannot read {path}: {(error.strerror or str(error)).lower()}"
+        raise SettingsError(why, remedy="Check the path.") from None
     except ValueError as error:
         raise SettingsError(f"{path} is not valid TOML: {error}") from None
     table = document.get("shadow")
     if not isinstance(table, dict) or len(document) > 1:
-        raise SettingsError(
-            f"{path} has not the one table [shadow]", remedy='Write [shadow] and what = "reward" in it.'
-        )
+        why = f"{path} has not the one table [shadow]"
+        raise SettingsError(why, remedy='Write [shadow] and what = "reward" in it.')
     what = table.pop("what", None)
     if what not in ("reward", "filter", "loss"):
         raise SettingsError("must be reward, filter or loss", field=f"{path} what", value=what)
@@ -76,9 +74,8 @@ def read_plan(path: Path) -> ShadowPlan:
             raise SettingsError(f"{path} [shadow] {name} is nothing in which a shadow {what} can differ", remedy=hint)
         own[spec.name] = _value(spec, value, f"{path} [shadow] {name}")
     if not own:
-        raise SettingsError(
-            f"{path}: the shadow {what} differs in nothing", remedy=f"Set one of {listing(settings_of(what)[:4])}."
-        )
+        why = f"{path}: the shadow {what} differs in nothing"
+        raise SettingsError(why, remedy=f"Set one of {listing(settings_of(what)[:4])}.")
     return ShadowPlan(what=what, label=label, share=float(share), groups=most, own=own)
 
 
@@ -91,9 +88,8 @@ def shadow_settings(plan: ShadowPlan, run_dir: Path) -> tuple[RunSettings, RunSe
     Raises SettingsError."""
     file = run_dir / "settings.toml"
     if not file.exists():
-        raise SettingsError(
-            f"{file} is missing, and the shadow differs from what it says", remedy="Give --runs-dir of the run."
-        )
+        why = f"{file} is missing, and the shadow differs from what it says"
+        raise SettingsError(why, remedy="Give --runs-dir of the run.")
     base = read_file(file)
     own = dict(plan.own)
     if own.get("custom_rm_path"):

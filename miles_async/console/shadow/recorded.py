@@ -49,9 +49,8 @@ class Recorded:
         self.left_out: Counter[str] = Counter()
         if not self._steps and (tokens or not self._texts):
             what = "recorded batch" if tokens else "recorded batch and no samples.jsonl"
-            raise SettingsError(
-                f"{run_dir} has no {what}", remedy="Train with --save-debug-rollout-data FILE_{rollout_id}."
-            )
+            why = f"{run_dir} has no {what}"
+            raise SettingsError(why, remedy="Train with --save-debug-rollout-data FILE_{rollout_id}.")
         kept = "of what the run kept"
         self.told = (
             f"{len(self._steps)} recorded batches {kept}" if self._steps else f"{FILE}, texts {kept}, without metadata"

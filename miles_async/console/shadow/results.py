@@ -14,7 +14,7 @@ import msgspec
 
 from bus.errors import UNREADABLE, printable
 from miles_async.console.text import plural
-from miles_async.settings.errors import SettingsError
+from miles_async.settings.errors import SettingsError, refusal
 
 PREFIX = "shadow-"
 TAIL_BYTES = 1 << 16  # of a file, in which its last summary lies
@@ -33,9 +33,7 @@ class Results:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise SettingsError(
-                f"another shadow writes {self.path}", field="label", value=label, remedy="Choose another."
-            ) from None
+            raise refusal("label", label, f"another shadow writes {self.path}", "Choose another.") from None
         self._file.truncate(0)
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:

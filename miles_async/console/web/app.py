@@ -16,9 +16,10 @@ from aiohttp import web
 
 from actors.recorder.feed import Feed
 from bus import Bus
+from miles_async.console.verbs import Verbs
 from miles_async.console.web.guard import Guard, add_headers, refusal, token_of
 from miles_async.console.web.hub import Hub
-from miles_async.console.web.verbs import Routes
+from miles_async.console.web.verbs import routes
 from miles_async.settings.errors import SettingsError
 
 HOST, PORT = "127.0.0.1", 8420
@@ -96,7 +97,7 @@ async def serve(
     guard = Guard(token, read_only)
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard.admit])
     app.on_response_prepare.append(add_headers)
-    app.add_routes([*Pages(hub, read_only).routes(), *Routes(bus, run_dir).routes()])
+    app.add_routes([*Pages(hub, read_only).routes(), *routes(Verbs(bus, run_dir))])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

@@ -19,7 +19,7 @@ from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain, open_text
 from miles_async.console.scene import OfLate, read_scene
-from miles_async.console.watchdog import Audits
+from miles_async.console.watchdog import Audits, stopped
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
 from miles_async.console.web.state import State, Word, state_of, waiting
@@ -88,7 +88,7 @@ class Hub:
             began = clock.monotonic()
             share = LOOK_SHARE if await self.look() else 1.0  # nothing was spent but time: ask again at once
             spent = clock.monotonic() - began
-            await _until(stop, max(self._refresh_s - spent, spent / share - spent))
+            await stopped(stop, max(self._refresh_s - spent, spent / share - spent))
 
     async def look(self) -> bool:
         """Look once more; whether the bus answered."""
@@ -106,13 +106,7 @@ class Hub:
         self._looks.see(snapshot)
         self.curves.follow(history.steps)
         return state_of(
-            snapshot,
-            history,
-            self._looks,
-            self.word,
-            total_steps=self._total,
-            settings=self._settings,
-            kept=self._kept,
+            snapshot, history, self._looks, self.word, total_steps=self._total, settings=self._settings, kept=self._kept
         )
 
     async def _tell(self, state: State) -> None:
@@ -150,7 +144,7 @@ class Hub:
             except BusUnreachable:
                 share = 1.0  # `silent` says so
             spent = clock.monotonic() - began
-            await _until(stop, max(DOCTOR_S, min(spent / share, OLDEST_WORD_S)))
+            await stopped(stop, max(DOCTOR_S, min(spent / share, OLDEST_WORD_S)))
 
     async def _somebody(self, stop: asyncio.Event) -> bool:
         """Wait until somebody watches; False when it is over."""
@@ -162,10 +156,3 @@ class Hub:
                 for wait in waits:
                     wait.cancel()
         return not stop.is_set()
-
-
-async def _until(stop: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        pass

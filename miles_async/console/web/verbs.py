@@ -6,13 +6,11 @@ Reads, writes  what miles_async/console/verbs.py says
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from bus import Bus
 from bus.errors import UNREADABLE, MilesAsyncError
 from miles_async.console.verbs import Verbs
 from miles_async.console.web.guard import refusal
@@ -36,39 +34,33 @@ class Burial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     act: str
 
 
-class Routes:
-    """`routes` for the application."""
+def routes(verbs: Verbs) -> list[web.RouteDef]:
+    """What the page asks, and what it changes."""
 
-    def __init__(self, bus: Bus, run_dir: Path | None) -> None:
-        self._verbs = Verbs(bus, run_dir)
-
-    def routes(self) -> list[web.RouteDef]:
-        verbs = self._verbs
-        asked: dict[str, Answer] = {
-            "samples": self._samples,
-            "knobs": lambda _: verbs.knobs(),
-            "dead": lambda _: verbs.letters(),
-            "trace": lambda request: verbs.trace(request.query.get("id", "").strip()),
-            "runs": lambda _: verbs.runs(),
-            "curves": lambda request: verbs.curves(request.query.get("run", "")),
-        }
-        told: dict[str, Answer] = {"knobs": self._tune, "dead": self._bury}
-        return [web.get(f"/api/{name}", answering(verb)) for name, verb in asked.items()] + [
-            web.post(f"/api/{name}", answering(verb)) for name, verb in told.items()
-        ]
-
-    async def _samples(self, request: web.Request) -> Any:
+    async def samples(request: web.Request) -> Any:
         asked = request.query
         step = int(asked["step"]) if asked.get("step", "").isdigit() else None
-        return await self._verbs.samples(asked.get("set") or None, step, asked.get("order", "worst"))
+        return await verbs.samples(asked.get("set") or None, step, asked.get("order", "worst"))
 
-    async def _tune(self, request: web.Request) -> Any:
+    async def tune(request: web.Request) -> Any:
         change = msgspec.json.decode(await request.read(), type=Change)
-        return await self._verbs.tune(change.values, change.reason, back_to=change.revert)
+        return await verbs.tune(change.values, change.reason, back_to=change.revert)
 
-    async def _bury(self, request: web.Request) -> Any:
+    async def bury(request: web.Request) -> Any:
         asked = msgspec.json.decode(await request.read(), type=Burial)
-        return {"text": await self._verbs.bury(asked.id, asked.act)}
+        return {"text": await verbs.bury(asked.id, asked.act)}
+
+    asked: dict[str, Answer] = {
+        "samples": samples,
+        "knobs": lambda _: verbs.knobs(),
+        "dead": lambda _: verbs.letters(),
+        "trace": lambda request: verbs.trace(request.query.get("id", "").strip()),
+        "runs": lambda _: verbs.runs(),
+        "curves": lambda request: verbs.curves(request.query.get("run", "")),
+    }
+    told: dict[str, Answer] = {"knobs": tune, "dead": bury}
+    gets = [web.get(f"/api/{name}", answering(verb)) for name, verb in asked.items()]
+    return gets + [web.post(f"/api/{name}", answering(verb)) for name, verb in told.items()]
 
 
 def answering(verb: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:

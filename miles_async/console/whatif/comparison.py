@@ -78,9 +78,8 @@ def simulated(recorded: Recorded, knobs: Knobs, seeds: int) -> Figures:
         try:
             outcomes.append(Simulation(knobs, recorded.pace, groups, chance).play(steps, warm))
         except Stands as stands:
-            raise SettingsError(
-                f"the simulated run stands still: its trainer waits for {stands}", remedy="Ask for other settings."
-            ) from None
+            why = f"the simulated run stands still: its trainer waits for {stands}"
+            raise SettingsError(why, remedy="Ask for other settings.") from None
     rows = [_row(outcome) | ({} if knobs.auto is None else {"slots": outcome.slots}) for outcome in outcomes]
     names = dict.fromkeys(name for row in rows for name in row)
     values = {name: [row.get(name, 0.0) for row in rows] for name in names}

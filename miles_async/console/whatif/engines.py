@@ -17,7 +17,7 @@ from actors.generation.lane import lane_of
 from actors.generation.slots import Limits, Look, Slots
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import VersionSpan
-from miles_async.console.whatif.setup import Draw
+from miles_async.console.whatif.setup import Draw, Knobs
 
 NEVER = float("inf")
 Way = Literal["prompts", "prefixes", "tail"]
@@ -141,24 +141,14 @@ class Worker:
 
 
 class Engines:
-    """All workers, and the samples that wait for them. `tail_slots`, `tail_after` and `slice_tokens` as the settings of these
-    names, 0 = unset. Without `resumes` an interrupted sample begins anew."""
+    """All workers, and the samples that wait for them. `slowdown`: see `Worker`."""
 
-    def __init__(
-        self,
-        *,
-        workers: int,
-        slots: int,
-        slowdown: float,
-        tail_slots: int = 0,
-        tail_after: int = 0,
-        slice_tokens: int = 0,
-        resumes: bool = True,
-    ) -> None:
-        names = [f"w{i:04d}" for i in range(workers)]
-        self.lane = lane_of(names, tail_slots=tail_slots if tail_after else 0, each=slots)
-        self.workers = [Worker(name, self.lane.get(name, slots), slowdown) for name in names]
-        self._tail_after, self._slice, self._resumes = tail_after, slice_tokens, resumes
+    def __init__(self, knobs: Knobs, slowdown: float) -> None:
+        names = [f"w{i:04d}" for i in range(knobs.num_generation_workers)]
+        self._tail_after, self._slice = knobs.tail_after_tokens, knobs.max_tokens_per_slice
+        self._resumes = knobs.partial_rollout  # else an interrupted sample begins anew
+        self.lane = lane_of(names, tail_slots=knobs.tail_slots if self._tail_after else 0, each=knobs.slots)
+        self.workers = [Worker(name, self.lane.get(name, knobs.slots), slowdown) for name in names]
         self._waiting: dict[Way, deque[Running]] = {"tail": deque(), "prefixes": deque(), "prompts": deque()}
 
     @property

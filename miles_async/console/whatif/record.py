@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from statistics import fmean, pstdev, quantiles
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -183,29 +183,17 @@ def recorded(records: Sequence[Record]) -> Recorded:
 def knobs_of(s: Flat, *, workers: int, slots: int, engine_most: int) -> Knobs:
     """Settings in the simulation's terms. `slots`: of a worker at first, where the setting is auto. `engine_most`: as `Recorded`
     has it, 0 = not known."""
-    fixed = s.sglang_server_concurrency
+    fixed, bound, interval = s.sglang_server_concurrency, s.max_weight_staleness, s.update_weights_interval
     most = (s.sglang_concurrency_max or AUTO_MAX_RUNNING, engine_most)
-    return Knobs(
-        max_weight_staleness=s.max_weight_staleness,
-        staleness_policy=s.staleness_policy,
-        staleness_lookahead=s.staleness_lookahead,
-        rollout_batch_size=s.rollout_batch_size,
-        n_samples_per_prompt=s.n_samples_per_prompt,
-        over_sampling_batch_size=s.over_sampling_batch_size,
-        update_weights_interval=s.update_weights_interval,
-        slots=fixed or slots,
-        auto=None
-        if fixed
-        else Limits.of(
-            s.sglang_concurrency_min, most, s.max_masked_fraction, s.max_weight_staleness, s.update_weights_interval
-        ),
-        num_generation_workers=workers,
-        tail_slots=s.tail_slots or 0,
-        tail_after_tokens=s.tail_after_tokens or 0,
-        max_tokens_per_slice=s.max_tokens_per_slice or 0,
-        partial_rollout=s.partial_rollout,
-        aborts=s.pause_generation_mode == "abort",
-    )
+    own: dict[str, Any] = {
+        "slots": fixed or slots,
+        "auto": None if fixed else Limits.of(s.sglang_concurrency_min, most, s.max_masked_fraction, bound, interval),
+        "num_generation_workers": workers,
+        "aborts": s.pause_generation_mode == "abort",
+    }
+    for name in Knobs.__struct_fields__:
+        own.setdefault(name, 0 if s.values.get(name) is None else s.values[name])
+    return Knobs(**own)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------------
@@ -219,10 +207,8 @@ def _settled(history: History, settings: Flat) -> list[Step]:
         raise SettingsError("engines and trainer take turns on shared GPUs, which is not simulated")
     if len(found) < FEWEST:
         why = f"under its present settings, without {fills} after each start or change in which it fills up"
-        raise SettingsError(
-            f"{len(found)} steps of {len(history.steps)} count {why}; {FEWEST} are needed",
-            remedy="Wait for more steps of the run.",
-        )
+        rule = f"{len(found)} steps of {len(history.steps)} count {why}; {FEWEST} are needed"
+        raise SettingsError(rule, remedy="Wait for more steps of the run.")
     return found[-LOOKED_AT:]
 
 

@@ -47,15 +47,7 @@ class Simulation:
 
     def __init__(self, knobs: Knobs, pace: Pace, groups: Iterator[DrawnGroup], chance: Random) -> None:
         self._knobs, self._pace, self._groups, self._chance = knobs, pace, groups, chance
-        self._engines = Engines(
-            workers=knobs.num_generation_workers,
-            slots=knobs.slots,
-            slowdown=pace.slowdown,
-            tail_slots=knobs.tail_slots,
-            tail_after=knobs.tail_after_tokens,
-            slice_tokens=knobs.max_tokens_per_slice,
-            resumes=knobs.partial_rollout,
-        )
+        self._engines = Engines(knobs, pace.slowdown)
         self._rule = rule_of(knobs.staleness_policy, knobs.max_weight_staleness)
         self._bound = bound_in_steps(knobs.max_weight_staleness, knobs.update_weights_interval)
         self._progress, self._table = Progress(keeps=False), GroupTable()
