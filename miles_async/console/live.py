@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 
 from actors.recorder.feed import Feed
+from actors.runtime.deadline import within
 from actors.runtime.snapshot import read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable, printable
@@ -23,7 +24,6 @@ from bus.messages.control import READING
 from miles_async.console.lines import plain_line, state_text, waits_text
 from miles_async.console.text import duration
 from miles_async.console.top.page import Page
-from miles_async.console.watchdog import stopped
 from miles_async.console.web.hub import Hub
 
 Mode = Literal["live", "plain", "none"]
@@ -81,13 +81,13 @@ async def _follow(feed: Feed, stop: asyncio.Event, say: Callable[[str], None], t
         if over and not more:
             return
         if pause_s and not more:
-            await stopped(stop, pause_s)
+            await within(pause_s, stop)
 
 
 async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Callable[[str], None]) -> None:
     """Says every WAIT_SAID_S what is waited for, until there is a step."""
     began = bus.clock.monotonic()
-    while not await stopped(stop, WAIT_SAID_S) and not feed.history.steps:
+    while not await within(WAIT_SAID_S, stop) and not feed.history.steps:
         try:
             snapshot = await read_snapshot(bus)
         except BusUnreachable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from actors.runtime.deadline import within
 from bus import Bus, Out
 from bus.errors import BusFull, BusUnreachable
 from bus.leavers import forget_leavers
@@ -62,16 +63,7 @@ async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist
             await bus.append([Out(EVENTS, _event(present[key], wall)) for key in late], repeatable=True)
         except (BusUnreachable, BusFull):
             first_seen.clear()  # the actors meet the same; their supervisor deals with it
-        await stopped(stop, every_s)
-
-
-async def stopped(stop: asyncio.Event, seconds: float) -> bool:
-    """Wait for `stop` that long; whether it has come."""
-    try:
-        await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        return False
-    return True
+        await within(every_s, stop)
 
 
 def _event(finding: Finding, wall: float) -> Event:

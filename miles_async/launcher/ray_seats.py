@@ -17,9 +17,9 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.runtime.deadline import within
 from bus.errors import printable
 from miles_async import __version__
-from miles_async.console.watchdog import stopped
 from miles_async.launcher.place import Place
 from miles_async.launcher.ray_cluster import draining_nodes, free_resources, living_nodes, nodes_of
 from miles_async.launcher.ray_host import Host
@@ -272,7 +272,7 @@ class Seats:
                         if not group.leaving and any(seat.facts["node"] == node for seat in group.seats.values()):
                             self._leave(group, why, tasks)
                 await self._make_room(tasks)
-                await stopped(stop, LOOK_S)
+                await within(LOOK_S, stop)
 
     async def _make_room(self, tasks: asyncio.TaskGroup) -> None:
         """While something needed has no place, those that wait and are not needed stand back, and one that has a place leaves."""

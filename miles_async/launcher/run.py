@@ -23,6 +23,7 @@ from typing import Any, Literal
 from actors.recorder.feed import Feed
 from actors.recorder.file import stream_records
 from actors.runtime.context import STOP_WISH
+from actors.runtime.deadline import within
 from actors.runtime.drain import Heard
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
@@ -38,7 +39,7 @@ from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS
 from miles_async.console.lines import banner, starting
 from miles_async.console.live import run_console
-from miles_async.console.watchdog import stopped, watch
+from miles_async.console.watchdog import watch
 from miles_async.governor.govern import govern
 from miles_async.launcher.env_report import write_env_report
 from miles_async.launcher.eval_sets import is_evaluating
@@ -318,12 +319,12 @@ class Launcher:
                 self._asked.set()
             if over:
                 return
-            await stopped(self._stop, 0.5)
+            await within(0.5, self._stop)
 
     async def _keep_redis(self, embedded: EmbeddedRedis) -> None:
         """Start the embedded server again when it died; its append-only file brings the streams back. One that cannot be started
         ends the run, and is named at once: what has to be ended without a bus takes its time."""
-        while not await stopped(self._stop, 0.2):
+        while not await within(0.2, self._stop):
             if await asyncio.to_thread(embedded.is_alive):
                 continue
             try:

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from actors.recorder.history import History
 from actors.runtime.context import ActorSpec
+from actors.runtime.deadline import within
 from actors.runtime.drain import Patience, drained
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_DRAINED, EXIT_REFUSED, disk_text
 from bus import Bus, Clock
 from bus.errors import MilesAsyncError, printable
-from miles_async.console.watchdog import stopped
 from miles_async.launcher.restart import Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
@@ -160,7 +160,7 @@ class Supervisor:
                 if not told_full:
                     self.notes.append(("restart", f"{name} cannot be started, and is tried again until there is space: {why}"))
                 told_full = True
-                await stopped(self._stopping, FULL_S)
+                await within(FULL_S, self._stopping)
                 continue
             began, full_since, told_full = self._clock.monotonic(), 0.0, False
             if self._stopping.is_set():  # asked to drain while it started
@@ -171,10 +171,10 @@ class Supervisor:
                 return
             if end.moved:
                 self.notes.append(("moved", f"{name}: {end.moved}; it is placed anew"))
-                await stopped(self._stopping, AGAIN_S)
+                await within(AGAIN_S, self._stopping)
                 continue
             if end.code == EXIT_DRAINED:  # by somebody else, for the run goes on; or the launcher is about to hear the same wish
-                await stopped(self._stopping, AGAIN_S)
+                await within(AGAIN_S, self._stopping)
                 if not self._stopping.is_set():
                     self.notes.append(("restart", f"{name} was asked to end (SIGTERM), and drained; the run goes on: restarting"))
                 continue
@@ -199,7 +199,7 @@ class Supervisor:
             kept.failures = [*kept.failures[-64:], ending]
             failed = f"{describe_exit(end.code)}: {cause.rstrip('.')}"
             self.notes.append(("restart", text))
-            await stopped(self._stopping, verdict.after_s)
+            await within(verdict.after_s, self._stopping)
 
     async def _unless_stopping(self, work: Coroutine[Any, Any, None]) -> bool:
         """Whether `work` was done; it is cancelled when the run ends before."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from actors.recorder.feed import Feed
+from actors.runtime.deadline import within
 from actors.runtime.snapshot import read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable
@@ -19,7 +20,7 @@ from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain, open_text
 from miles_async.console.scene import OfLate, read_scene
-from miles_async.console.watchdog import Audits, stopped
+from miles_async.console.watchdog import Audits
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
 from miles_async.console.web.state import State, Word, state_of, waiting
@@ -88,7 +89,7 @@ class Hub:
             began = clock.monotonic()
             share = LOOK_SHARE if await self.look() else 1.0  # nothing was spent but time: ask again at once
             spent = clock.monotonic() - began
-            await stopped(stop, max(self._refresh_s - spent, spent / share - spent))
+            await within(max(self._refresh_s - spent, spent / share - spent), stop)
 
     async def look(self) -> bool:
         """Look once more; whether the bus answered."""
@@ -144,7 +145,7 @@ class Hub:
             except BusUnreachable:
                 share = 1.0  # `silent` says so
             spent = clock.monotonic() - began
-            await stopped(stop, max(DOCTOR_S, min(spent / share, OLDEST_WORD_S)))
+            await within(max(DOCTOR_S, min(spent / share, OLDEST_WORD_S)), stop)
 
     async def _somebody(self, stop: asyncio.Event) -> bool:
         """Wait until somebody watches; False when it is over."""
