@@ -230,6 +230,7 @@ class Sampler:
             lookahead=spec.lookahead if rule_of(str(knobs.staleness_policy), bound) == "wait" else 0,
             open_samples=progress.open_samples,
             untrained=progress.untrained,
+            coming=progress.coming(int(knobs.update_weights_interval)),
             unjudged=progress.unjudged,
             steps_left=spec.num_rollout - max(progress.step, 0),
         )

@@ -40,11 +40,12 @@ def free_samples(
     return max(0, min(limit - open_samples, wanted, still_needed - untrained, engine_room))
 
 
-def whole_groups(free: int, *, untrained: int, unjudged: int, needed: int, group: int) -> int:
-    """Groups to issue where `free` samples may start: as many as fit. Where none fits, nothing is under way and what is untrained
-    cannot fill a batch of `needed` samples, it is one: members of a group are dropped one by one, so what is missing may be
-    less than a group, and trainer and sampler would wait for each other. Then at most group - 1 samples are open too many."""
-    if free < group and unjudged == 0 and untrained < needed:
+def whole_groups(free: int, *, untrained: int, coming: int, unjudged: int, needed: int, group: int) -> int:
+    """Groups to issue where `free` samples may start: as many as fit. It is one where none fits, nothing is under way, and what is
+    untrained cannot fill a batch of `needed` samples, nor with the `coming` credits of a version that is about to be served:
+    members of a group are dropped one by one, so what is missing may be less than a group, and trainer and sampler would wait for
+    each other. Then at most group - 1 samples are open too many."""
+    if free < group and unjudged == 0 and untrained + coming < needed:
         return 1
     return free // group
 
@@ -66,6 +67,7 @@ def group_credits(
     lookahead: int,
     open_samples: int,
     untrained: int,
+    coming: int,
     unjudged: int,
     steps_left: int,
 ) -> int:
@@ -87,4 +89,4 @@ def group_credits(
         engine_room=limit,
     )
     needed = min(steps_left, 1) * batch * group
-    return whole_groups(free, untrained=untrained, unjudged=unjudged, needed=needed, group=group)
+    return whole_groups(free, untrained=untrained, coming=coming, unjudged=unjudged, needed=needed, group=group)

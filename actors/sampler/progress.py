@@ -31,6 +31,7 @@ class Progress:
         self._waiting: dict[str, int] = {}  # group -> mask of those not yet judged
         self._n_untrained = 0
         self._trained: dict[int, dict[str, int]] = {}  # step -> group -> mask of what was open; until a checkpoint holds it
+        self._restored_at = 0  # a trainer that goes on from a checkpoint publishes its weights
         self._unserved: dict[int, int] = {}  # step -> samples in it, while its weights are not served
 
     def issued(self, opened: OpenGroup, *, judged: bool = False) -> None:
@@ -84,7 +85,7 @@ class Progress:
 
     def _restored(self, message: Restored) -> None:
         """Steps after the checkpoint are a lost future: their samples are open again and will be trained again."""
-        self.step = message.step
+        self.step = self._restored_at = message.step
         self.finished = False  # a finished run that was given more steps
         self.active_step = min(self.active_step, message.step)
         for step in [s for s in self._trained if s > message.step]:
@@ -146,6 +147,12 @@ class Progress:
     def untrained(self) -> int:
         """Open samples that no step has trained."""
         return self._n_untrained
+
+    def coming(self, interval: int) -> int:
+        """Samples trained in weights that are not yet served and will be without a further step. `interval`: steps from one
+        published version to the next."""
+        published = max(self._restored_at, self.step - self.step % interval)
+        return sum(n for step, n in self._unserved.items() if self.active_step < step <= published)
 
     @property
     def open_samples(self) -> int:

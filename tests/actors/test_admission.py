@@ -47,19 +47,21 @@ def test_the_smallest_of_all_bounds_decides(given: dict[str, int], free: int) ->
 
 
 @pytest.mark.parametrize(
-    ("free", "untrained", "unjudged", "groups"),
+    ("free", "untrained", "coming", "unjudged", "groups"),
     [
-        (11, 0, 0, 2),
-        (3, 29, 0, 1),  # the batch of 32 lacks three samples, and nothing comes any more
-        (3, 29, 1, 0),  # something comes
-        (3, 32, 0, 0),  # the batch is there
-        (0, 31, 0, 1),
+        (11, 0, 0, 0, 2),
+        (3, 29, 0, 0, 1),  # the batch of 32 lacks three samples, and nothing comes any more
+        (3, 29, 0, 1, 0),  # something comes
+        (3, 32, 0, 0, 0),  # the batch is there
+        (0, 31, 0, 0, 1),
+        (0, 0, 32, 0, 0),  # a version that is about to be served frees the slots of its batch
+        (0, 0, 31, 0, 1),
     ],
 )
 def test_what_a_batch_lacks_is_issued_even_if_it_is_less_than_a_group(
-    free: int, untrained: int, unjudged: int, groups: int
+    free: int, untrained: int, coming: int, unjudged: int, groups: int
 ) -> None:
-    assert whole_groups(free, untrained=untrained, unjudged=unjudged, needed=32, group=N) == groups
+    assert whole_groups(free, untrained=untrained, coming=coming, unjudged=unjudged, needed=32, group=N) == groups
 
 
 @pytest.mark.parametrize(("slots", "under_way", "room"), [(100, 90, 35), (8, 0, 16), (8, 20, -4)])
@@ -132,6 +134,18 @@ def test_samples_that_the_trainer_gives_up_are_not_open_any_more() -> None:
     assert (progress.open_samples, progress.unjudged) == (2 * N - 2,) * 2
     progress.fold(GroupsGivenUp(groups=(("g2", "malformed"),)))
     assert progress.open_samples == N - 2
+
+
+def test_the_next_published_version_frees_what_was_trained_up_to_its_step() -> None:
+    progress = issued(1, 2, 3, 4)
+    for step in (1, 2, 3):
+        progress.fold(done(step, step))
+    assert (progress.open_samples, progress.untrained) == (4 * N, N)
+    assert [progress.coming(interval) for interval in (1, 2, 3, 4)] == [3 * N, 2 * N, 3 * N, 0]
+    progress.fold(served(2))
+    assert (progress.open_samples, progress.coming(2)) == (2 * N, 0)
+    progress.fold(Restored(step=3, version=PolicyVersion(9, 3), samples=()))
+    assert progress.coming(2) == N, "weights of a checkpoint are published whatever the interval"
 
 
 def test_a_trainer_that_goes_back_opens_what_came_after_its_checkpoint_and_nothing_before() -> None:

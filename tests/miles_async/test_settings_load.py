@@ -189,10 +189,10 @@ def _strategy(name: str) -> st.SearchStrategy:
     )  # fmt: skip
 
 
-FREE = (
+FREE = (  # no rule speaks of them
     "load", "save", "ref_load", "input_key", "label_key", "reward_key", "runs_dir", "rollout_seed", "seed", "gamma",
     "rollout_temperature", "entropy_coef", "weight_decay", "adam_eps", "clip_grad", "model_dtype", "kl_loss_type",
-    "max_deliveries", "stream_max_bytes", "report", "console", "async_save", "normalize_advantages", "eps_clip_c",
+    "stream_max_bytes", "report", "console", "async_save", "normalize_advantages", "eps_clip_c",
     "partial_save_tokens", "max_tokens_per_slice", "ref_update_interval", "sglang_server_concurrency", "opsm_delta",
 )  # fmt: skip
 

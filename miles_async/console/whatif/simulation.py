@@ -125,6 +125,7 @@ class Simulation:
                 lookahead=knobs.staleness_lookahead if self._rule == "wait" else 0,
                 open_samples=progress.open_samples,
                 untrained=progress.untrained,
+                coming=progress.coming(knobs.update_weights_interval),
                 unjudged=progress.unjudged,
                 steps_left=NO_END,
             )
