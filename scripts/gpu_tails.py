@@ -10,9 +10,9 @@
 Variants of tails (--variants, run in the order given): a before (6e384b8, bound 2, its defaults); b split, bound 4; c split, bound
 2; e whole groups, bound 4; d split, bound 2, slots found by themselves within 1.5 % masked; f, g as b, d with keys and values of 8
 bits (a server of their own); h, i as b, d with both GPUs doing both at once, without turns (two ranks train, each engine has
-half of the slots); j bound 4, slots found within 2.5 % masked. Of long: bounds 0, 2, 4 by seed.
-All runs but h and i share one server, whose boot would cost as much as a run (gpu_tails_run.py); long may have more than one
-(--long-servers), whose schedulers are processes of their own. A run that fails gets the next one servers of its own.
+half of the slots); j bound 4, slots found within 2.5 % masked; k as j, with both GPUs doing both. Of long: bounds 0, 2, 4 by
+seed. All runs but h, i and k share one server, whose boot would cost as much as a run (gpu_tails_run.py); long may have more
+than one (--long-servers), whose schedulers are processes of their own. A run that fails gets the next one servers of its own.
 The budget is divided among the runs; one that outlasts its part is ended and its steps so far count.
 Files are written anew after every run. `--engine embedded --shape tiny --mean-tokens 40 --new-tokens 126 --slots 48` rehearses
 tails without a GPU, `--task long --engine embedded` long.
@@ -61,7 +61,7 @@ class Run:
 def _tails(slots: int) -> dict[str, Run]:
     fixed = ("--sglang-server-concurrency", str(slots))
     found = ("--sglang-server-concurrency", "auto", "--sglang-concurrency-max", str(slots))
-    auto = (*found, "--max-masked-fraction", "0.015")
+    auto, wide = (*found, "--max-masked-fraction", "0.015"), (*found, "--max-masked-fraction", "0.025")
     return {
         "a": Run((*fixed, "--max-weight-staleness", "2"), 1.5, before=True, rule="whole", cap=BATCH),
         "b": Run((*fixed, "--max-weight-staleness", "4"), bound=4),
@@ -71,7 +71,8 @@ def _tails(slots: int) -> dict[str, Run]:
         "f": Run((*fixed, "--max-weight-staleness", "4"), bound=4, half=True),
         "g": Run((*auto, "--max-weight-staleness", "2"), 1.3, half=True),
         "h": Run((*_halved(fixed), "--max-weight-staleness", "4"), 2.4, bound=4, shared=True),
-        "j": Run((*found, "--max-masked-fraction", "0.025", "--max-weight-staleness", "4"), 1.2, bound=4),
+        "j": Run((*wide, "--max-weight-staleness", "4"), 1.2, bound=4),
+        "k": Run((*_halved(wide), "--max-weight-staleness", "4"), 2.4, bound=4, shared=True),
         "i": Run((*_halved(auto), "--max-weight-staleness", "2"), 2.6, shared=True),
     }
 
@@ -141,7 +142,8 @@ async def tails(b: Bench) -> None:
             raise RuntimeError(f"variant {name}: {ended}: {tail_of(b.out / f'{name}.log')}")
         logs = [facts["log"] for _, facts in servers] or b.engine_logs(name)
         runs[name] = ended | found | {"running": read.running(logs, found["window"])}
-        seen[name] = read.seen_by_model(b.metrics(name), slots=a.slots, warm=a.warm, steps=a.steps)
+        if not run.shared:  # an engine whose GPU trains as well tells another pace
+            seen[name] = read.seen_by_model(b.metrics(name), slots=a.slots, warm=a.warm, steps=a.steps)
 
     def save() -> None:
         setups = {name: (run.rule, run.bound, run.cap) for name, run in chosen.items() if not run.shared}
@@ -216,7 +218,7 @@ def main() -> int:
     )
     parser.add_argument("--budget-s", type=float, default=530.0)
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="0.6b")
-    parser.add_argument("--variants", nargs="+", choices=list("abcedfghij"), default=list("abced"))
+    parser.add_argument("--variants", nargs="+", choices=list("abcedfghijk"), default=list("abced"))
     parser.add_argument("--steps", type=int, default=14, help="training steps that count")
     parser.add_argument("--warm", type=int, default=4, help="training steps before them")
     parser.add_argument("--slots", type=int, default=384, help="samples at once, at most")

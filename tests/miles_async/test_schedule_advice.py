@@ -165,6 +165,22 @@ def test_whole_groups_are_told_what_splitting_them_would_gain():
     assert "under split" in found.lines[-1]
 
 
+def limit(*, wait_s=0.9, **knobs):
+    """The sentence about engines that are the limit; empty where there is none."""
+    lines = advice(knobs={"max_weight_staleness": 3, "engine": "sglang", **knobs}, step_s=1.3, wait_s=wait_s).lines
+    return "".join(line for line in lines if line.startswith("The engines are the limit"))
+
+
+def test_engines_that_are_the_limit_are_named_and_the_trainers_gpus_where_they_may_help():
+    said = limit()
+    assert re.match(r"The engines are the limit: 64 slots are full, and the trainer works 3\d % of a step\.", said), said
+    assert "--colocate --no-offload" in said
+    for other in ({"engine": "external"}, {"colocate": True}, {"lend_trainer_gpus": True}):
+        assert limit(**other) and "--colocate" not in limit(**other)
+    assert not limit(wait_s=0.1)
+    assert not limit(wait_s=1.29, sglang_server_concurrency=2048)
+
+
 def pace(records, *, alone, per_running, scatter):
     """Add what samples say of their pace: `scatter` of the number running, half of it within steps."""
     for number, record in enumerate(records[1:]):

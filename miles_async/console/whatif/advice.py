@@ -23,6 +23,7 @@ MOST_SAMPLES, FEWEST_SAMPLES = 128, 32
 """Of a simulated step, with those that the filter drops, and without them: larger batches are scaled down with their slots."""
 ALLOWED = 0.01  # masked share that needs no change
 GAIN = 0.05  # of a step's time; a smaller gain is not mentioned
+FULL, IDLE = 0.95, 0.6  # engines are the limit where so many slots run and the trainer works less than this of a step
 STEPS, WARM = 32, 8
 
 
@@ -130,6 +131,12 @@ def _lines(seen: Observed, now: Choice, choices: Sequence[Choice], fewer: Sequen
     if enough is not None:
         lines.append(
             f"With {enough.slots} slots bound {enough.bound} masks {share(enough.masked)}, at {enough.step_s:.3g} s a step."
+        )
+    if wished.running >= FULL * wished.slots and seen.train_s < IDLE * wished.step_s:
+        own = ", and so would engines on the trainer's GPUs (--colocate --no-offload, --lend-trainer-gpus)" if seen.apart else ""
+        lines.append(
+            f"The engines are the limit: {plural(wished.slots, 'slot')} are full, and the trainer works "
+            f"{share(seen.train_s / wished.step_s)} of a step. More engines, or slots, would shorten it{own}."
         )
     faster = now.step_s / wished.step_s
     if faster < 1 + GAIN and now.masked <= max(ALLOWED, wished.masked):

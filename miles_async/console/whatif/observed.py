@@ -77,6 +77,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     thrown: float = 0.0  # share of the samples that the filter drops
     thrown_length: float = 1.0  # tokens of one of those, over those of one that is trained
+    apart: bool = False  # engines of ours and trainer have GPUs of their own, and never change them
     alike: float = 0.0  # share of the groups whose members take equally long; those of the others are drawn one by one
 
     @property
@@ -148,6 +149,7 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
         policy=str(knobs.get("staleness_policy", "auto")),
         lookahead=int(_number(knobs.get("staleness_lookahead"))),
         over_sampling=int(_number(knobs.get("over_sampling_batch_size"))),
+        apart=knobs.get("engine") == "sglang" and not (knobs.get("colocate") or knobs.get("lend_trainer_gpus")),
         alike=_alike([seconds for _, _, seconds in seen], group, [s.get(f"{STRAGGLER}/mean") for s, _, _ in seen]),
         thrown=samples / (made + samples),
         thrown_length=of_thrown,
