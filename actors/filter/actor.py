@@ -129,18 +129,17 @@ class Filter:
 
     async def handle(self, entry: Entry, member: Member) -> Commit | None:
         """Hold a member; let its group, or what is here of it, go when it may."""
-        task = member.rollout.task if isinstance(member, Scored) else member
-        group_id = task.group_id
+        group_id, sample_id = member.group_id, member.sample_id
         async with self._busy:
             if not self._table.knows(group_id):
-                self._table.begin(group_id, await self._opened(group_id, task.sample_id))
+                self._table.begin(group_id, await self._opened(group_id, sample_id))
             if self._table.add(entry, member) == "duplicate":
                 self._context.count("duplicates")
                 return Commit(ack=(entry,))
             half = self._table.get(group_id)
             fault_point(self._context.name, "assembling")
             if leaves_now(half, **self._now()):
-                await self._release(half, came=index_of(task.sample_id))
+                await self._release(half, came=index_of(sample_id))
         return None
 
     async def _buried(self, entry: Entry, message: Member | None, error: str) -> Commit:

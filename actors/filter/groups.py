@@ -103,8 +103,7 @@ class GroupTable:
 
     def add(self, entry: Entry, member: Member) -> Literal["held", "duplicate"]:
         """Take one member of a group that has begun."""
-        task = member.rollout.task if isinstance(member, Scored) else member
-        half, index = self._groups[task.group_id], index_of(task.sample_id)
+        half, index = self._groups[member.group_id], index_of(member.sample_id)
         if index in half.members and half.entries[index].id == entry.id:
             half.entries[index] = entry  # the same entry, delivered again
             return "held"
@@ -129,8 +128,7 @@ class GroupTable:
         """This entry is a dead letter: its sample comes again as lost, and is no duplicate then."""
         if message is None:
             return
-        task = message.rollout.task if isinstance(message, Scored) else message
-        half, index = self._groups.get(task.group_id), index_of(task.sample_id)
+        half, index = self._groups.get(message.group_id), index_of(message.sample_id)
         if half is not None and index in half.entries and half.entries[index].id == entry.id:
             self.give_back(half, (index,))
 

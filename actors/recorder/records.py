@@ -72,7 +72,7 @@ def records_of(entry: Entry, message: Any) -> list[Record]:
 def sample_event(scored: Scored, step: int, decode: Callable[[Iterable[int]], str], wall: float) -> Event:
     """News that shows one scored sample in words. `step`: the newest when it was looked at; `wall`: now."""
     data = {"step": step, **readable(scored, decode)}
-    return Event(actor="recorder", kind="sample", text=scored.rollout.task.sample_id, wall=wall, data=data)
+    return Event(actor="recorder", kind="sample", text=scored.sample_id, wall=wall, data=data)
 
 
 Made = list[tuple[str, Record]]

@@ -160,9 +160,9 @@ def _group(group: GroupKept, vocabulary: int) -> str:
         return "a group without samples"
     for scored in group.samples:
         if fault := fault_of(scored, vocabulary) or reward_fault(scored):
-            return f"{scored.rollout.task.sample_id}: {fault}"
-        if scored.rollout.task.group_id != group.group_id:
-            return f"sample {scored.rollout.task.sample_id} is not of group {group.group_id}"
+            return f"{scored.sample_id}: {fault}"
+        if scored.group_id != group.group_id:
+            return f"sample {scored.sample_id} is not of group {group.group_id}"
     indexes = [scored.rollout.task.index for scored in group.samples]
     if len(set(indexes)) < len(indexes):
         return "a sample is in it twice"

@@ -301,4 +301,4 @@ async def pictures_of(context: Context, groups: Sequence[GroupKept]) -> dict[str
 
 def sample_ids(groups: Sequence[GroupKept]) -> tuple[str, ...]:
     """Ids of a batch's samples in training order."""
-    return tuple(s.rollout.task.sample_id for g in groups for s in g.samples)
+    return tuple(s.sample_id for g in groups for s in g.samples)

@@ -41,7 +41,7 @@ class Part(msgspec.Struct):
     @staticmethod
     def of(group: GroupKept, *, came: int, at: float = 0.0, without: frozenset[int] = frozenset()) -> Part:
         """All samples of an entry, but for indexes that a checkpoint holds already."""
-        left = tuple(at for at, s in enumerate(group.samples) if index_of(s.rollout.task.sample_id) not in without)
+        left = tuple(at for at, s in enumerate(group.samples) if index_of(s.sample_id) not in without)
         return Part(group, left, came, tuple(map(steps_of, group.samples)), at)
 
     def age(self, step: int, at: int) -> int:

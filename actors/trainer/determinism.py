@@ -25,7 +25,7 @@ def step_line(
     which of them is another; `weights` after the step; numbers to the last bit, as hexadecimal floats."""
     hashes = {name: xxhash.xxh3_64() for name in ("samples", "tokens", "masks", "logprobs", "rewards")}
     for scored in (scored for group in groups for scored in group.samples):
-        hashes["samples"].update(f"{scored.rollout.task.sample_id}\n".encode())
+        hashes["samples"].update(f"{scored.sample_id}\n".encode())
         hashes["rewards"].update(float(scored.reward).hex().encode())
         for strand in scored.rollout.strands:
             hashes["tokens"].update(bytes(strand.prompt_tokens) + b"|" + bytes(strand.response.tokens) + b"\n")

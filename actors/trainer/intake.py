@@ -184,7 +184,7 @@ class Intake:
             left = [part.group.samples[at] for at in part.left]
             given_up = said.setdefault(reason, GivenUp())
             given_up.groups[part.group.group_id] = None
-            given_up.samples += [s.rollout.task.sample_id for s in left]
+            given_up.samples += [s.sample_id for s in left]
             given_up.prompts += [part.group.prompt_id] if reissue and key in whole else []
             tokens = sum(s.rollout.n_made for s in left)
             members = tuple(s.rollout.task.index for s in left)

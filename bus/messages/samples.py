@@ -251,6 +251,14 @@ class Scored(Message, frozen=True, kw_only=True, tag="rollout.scored"):
     reward_version: int | msgspec.UnsetType = msgspec.UNSET  # of the function or service that scored it; UNSET = 0
     answer: str | msgspec.UnsetType = msgspec.UNSET  # of an evaluation sample: what it answers, as votes are counted
 
+    @property
+    def sample_id(self) -> str:
+        return self.rollout.task.sample_id
+
+    @property
+    def group_id(self) -> str:
+        return self.rollout.task.group_id
+
     def header(self) -> Header:
         head = self.rollout.header()
         return msgspec.structs.replace(head, note=f"reward={self.reward:.4g}")

@@ -272,7 +272,7 @@ class Simulation:
         group_id = part.group.group_id
         if self._rule == "drop" and not part.group.part and len(part.left) == len(part.group.samples):
             self._again.append(self._drawn[group_id])
-        ids = tuple(part.group.samples[at].rollout.task.sample_id for at in part.left)
+        ids = tuple(part.group.samples[at].sample_id for at in part.left)
         self._progress.fold(GroupsGivenUp(groups=((group_id, reason),), samples=ids))
         self._gone(group_id, reason, len(ids))
 
