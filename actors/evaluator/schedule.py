@@ -51,10 +51,10 @@ Member = Scored | RolloutLost
 
 
 def result(
-    name: str, by_prompt: Sequence[Sequence[Member]], *, issued: Issued, wall: float, duration_s: float
+    name: str, by_prompt: Sequence[Sequence[Member]], *, issued: Issued, wall: float, duration_s: float, unreadable: str = ""
 ) -> EvalDone:
     """The result of one data set, from its members by prompt, under the version that made most of its tokens (the older one if two
-    made as many): weights may be updated during an evaluation, and neither waits for the other."""
+    made as many): weights may be updated during an evaluation, and neither waits for the other. `unreadable`: why it has none."""
     members = [m for of in by_prompt for m in of]
     spans = [span for m in members if isinstance(m, Scored) for span in m.rollout.made]
     made: Counter[int] = Counter()
@@ -74,7 +74,7 @@ def result(
         duration_s=duration_s,
         versions=dict(sorted(made.items())),
         asked=issued.step,
-        error=losses(members) or msgspec.UNSET,
+        error=unreadable or losses(members) or msgspec.UNSET,
     )
 
 
@@ -98,8 +98,10 @@ def summarize(name: str, by_prompt: Sequence[Sequence[Member]]) -> dict[str, flo
     """Metrics of one data set: mean reward with its confidence interval, pass@k and maj@k, share truncated, share lost, mean
     length. Lost samples count as reward 0; if all are lost there is no mean reward, because nothing was measured."""
     members = [m for of in by_prompt for m in of]
+    if not members:
+        return {}
     scored = [m for m in members if _measured(m)]
-    n = max(1, len(members))
+    n = len(members)
     lost = {f"eval/{name}-lost_ratio": (len(members) - len(scored)) / n}
     if not scored:
         return lost
