@@ -2,7 +2,8 @@
 
 Reads  active, policy (logs), eval.scored (readers "evaluator")    Writes  eval.prompts, eval.results
 Takes back  eval.prompts (readers "generation") of an evaluation that is given up
-Owns   what it issued last (state field `eval`), eval_samples/; collected scores are its pending entries until the set is complete.
+Owns   what it issued last and whether that is over (state fields `eval`, `eval.done`), eval_samples/; collected scores are its
+pending entries until the set is complete.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from actors.evaluator.schedule import Issued, due, result
+from actors.evaluator.schedule import DONE, Issued, due, is_under_way, result
 from actors.evaluator.sets import EvalSet, Sets
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.contained import named
@@ -30,15 +31,14 @@ from bus import Commit, Entry, Guard, Out, Reader, Tail
 from bus.errors import Poison
 from bus.messages.active import PolicyActive
 from bus.messages.base import pack_ints
-from bus.messages.control import EvalDone
 from bus.messages.groups import index_of
-from bus.messages.policy import Finished
+from bus.messages.policy import Finished, Restored
 from bus.messages.samples import Picture, RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
 
 TASKS_PER_COMMIT = 200
-HEARD = ("active.state", "policy.finished")
+HEARD = ("active.state", "policy.finished", "policy.restored")
 
 
 class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,9 +64,11 @@ class Evaluator:
         self._sets = sets
         self._given_up = -1  # step of an evaluation that former settings issued
         self._active: PolicyVersion | None = None
+        self._restored = 0  # version that the trainer restored last: what is older may belong to a lost future
         self._final_step = -1
-        self._done_step = -1
         self._issued = Issued()
+        self._over_at = -1  # version of the last evaluation that is over
+        self._last_step = -1  # that was evaluated, of the steps that the run still has
         self._began: dict[str, float] = {}
         self._pictures = Pictures(context)
         self._shown: dict[tuple[str, int], tuple[Picture, ...]] = {}  # by data set and prompt, of the evaluation under way
@@ -83,13 +85,14 @@ class Evaluator:
             tasks.create_task(self._consumer.run(self.handle))
 
     async def _look_back(self) -> None:
-        """What was issued and done before; what is under way and cannot go on is given up."""
+        """What was issued before; what is under way and cannot go on is given up."""
         context, bus = self._context, self._context.bus
-        self._issued = Issued.parse(await bus.state("eval"))
-        await fold_log(context, await bus.scan_all(EVAL_RESULTS), self._hear)
-        issued = self._issued
-        if issued.step > self._done_step and issued.sets not in (0, self._sets.digest):
-            self._given_up = self._done_step = issued.step
+        self._issued = issued = Issued.parse(await bus.state("eval"))
+        self._last_step = issued.step
+        if not await is_under_way(bus, issued):
+            self._over_at = issued.version
+        elif issued.sets not in (0, self._sets.digest):
+            self._given_up, self._over_at = issued.step, issued.version
             text = f"that of step {issued.step} was under way with other data sets or settings: it is given up, the next one counts"
             await context.event("evaluation", text, level="warning", step=issued.step)
             await self._take_back()
@@ -121,31 +124,39 @@ class Evaluator:
 
     def _hear(self, entry: Entry, message: object) -> None:
         match message:
-            case EvalDone():
-                self._done_step = max(self._done_step, message.asked_step)
-            case PolicyActive():
+            case Restored():
+                self._restored = message.version.id
+                if self._active is not None and self._active.id < self._restored:
+                    self._active = None
+                if self._issued.version < self._restored:  # steps that are done again are evaluated again
+                    self._last_step = min(self._last_step, message.step)
+            case PolicyActive() if message.version.id >= self._restored:
                 self._active = message.version
             case Finished() if message.step >= self._spec.num_rollout:
                 self._final_step = message.step  # not that of a finished run that was given more steps
 
     def _over(self) -> bool:
         """Whether the last version is measured, or is not to be."""
-        if self._final_step < 0 or self._done_step < self._issued.step:
+        if self._final_step < 0 or self._under_way:
             return False
-        return self._done_step >= self._final_step or not self._context.knobs.eval_interval
+        return self._last_step >= self._final_step or not self._context.knobs.eval_interval
+
+    @property
+    def _under_way(self) -> bool:
+        return self._issued.version > self._over_at
 
     async def _act(self) -> None:
         issued, active = self._issued, self._active
-        if issued.step > self._given_up and issued.offset < len(self._sets.samples):
+        if self._under_way and issued.offset < len(self._sets.samples):
             await self._issue(issued)
             return
-        if active is None or self._done_step < issued.step:
+        if active is None or self._under_way:
             return  # the former one is still running: this interval is skipped, the final one comes later
         final = self._spec.final and self._final_step >= 0 and active.step >= self._final_step
         interval = int(self._context.knobs.eval_interval or 0)
         if due(
             active_step=active.step,
-            last_step=issued.step,
+            last_step=self._last_step,
             interval=interval,
             before_train=self._spec.before_train,
             final=final,
@@ -159,9 +170,9 @@ class Evaluator:
         total = len(self._sets.samples)
         if not total:  # nothing of it can be read
             before = self._issued.text() if self._issued.step >= 0 else ""
-            commit = Commit(append=await self._results(start, {}, 0.0), guard=Guard("eval", before, start.text()))
-            await self._context.bus.commit(commit)
-            self._issued, self._done_step = start, start.step
+            outs, over = await self._results(start, {}, 0.0), {DONE: str(start.version)}
+            await self._context.bus.commit(Commit(append=outs, state=over, guard=Guard("eval", before, start.text())))
+            self._issued, self._last_step, self._over_at = start, start.step, start.version
         while start.offset < total:
             stop = min(total, start.offset + TASKS_PER_COMMIT)
             if self._spec.max_in_flight:  # the rest follows as scores come
@@ -180,6 +191,8 @@ class Evaluator:
             fault_point(self._context.name, "after_issue")
             self._began.setdefault(f"e{start.step}", self._context.clock.monotonic())
             self._issued = start = then
+            self._last_step = start.step
+            self._given_up = -1
 
     def _task(self, issued: Issued, number: int) -> SampleTask:
         data, prompt = self._sets.samples[number]
@@ -236,9 +249,9 @@ class Evaluator:
         duration_s = now - self._began.pop(group_id, now)
         issued = Issued(step, self._issued.version)
         outs = await self._results(issued, {n: one for n, (_, one) in sorted(members.items())}, duration_s)
-        commit = Commit(ack=[e for e, _ in members.values()], append=outs)
-        if await self._consumer.commit(commit):
-            self._done_step = max(self._done_step, step)
+        over = {DONE: str(issued.version)}
+        if await self._consumer.commit(Commit(ack=[e for e, _ in members.values()], append=outs, state=over)):
+            self._over_at = issued.version
             self._shown.clear()
             await self._pictures.free()
         return None
@@ -274,10 +287,10 @@ class Evaluator:
 
     async def _expected(self, group_id: str, number: int) -> None:
         """Poison: nobody waits for this sample, so that it would lie here for ever."""
-        step = self._issued.step
-        if group_id != f"e{step}":  # issued by a former process of ours, as far as is known here
-            step = Issued.parse(await self._context.bus.state("eval")).step
-        if group_id != f"e{step}" or step <= self._done_step or not 0 <= number < len(self._sets.samples):
+        issued = self._issued
+        if group_id != f"e{issued.step}":  # issued by a former process of ours, as far as is known here
+            issued = Issued.parse(await self._context.bus.state("eval"))
+        if group_id != f"e{issued.step}" or issued.version <= self._over_at or not 0 <= number < len(self._sets.samples):
             raise Poison(f"sample {number} of evaluation {group_id!r}, which is not under way")
 
     def _keep(self, data: EvalSet, step: int, by_prompt: Iterable[Sequence[Scored | RolloutLost]]) -> None:

@@ -1,4 +1,4 @@
-"""When to evaluate, and the result of an evaluation (pure)."""
+"""When to evaluate, and the result of an evaluation (pure but for `is_under_way`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import msgspec
 
 from actors.evaluator.estimates import at_k, interval
 from actors.runtime.content import LARGEST_REWARD
+from actors.runtime.snapshot import readable
+from bus import Bus
 from bus.messages.control import EvalDone
 from bus.messages.samples import RolloutLost, Scored
+from bus.topology import EVAL_RESULTS
 
 NOT_FINITE = "reward_not_finite"
+DONE = "eval.done"
+"""State field: version of the last evaluation whose results are on the bus. Steps may be done again, versions never."""
 
 
 class Issued(msgspec.Struct, frozen=True):
@@ -34,6 +39,14 @@ class Issued(msgspec.Struct, frozen=True):
         """Inverse of text(); the empty text means that nothing was issued yet."""
         step, version, *sets, offset = map(int, text.split(":")) if text else (-1, 0, 0)
         return Issued(step, version, offset, *sets)
+
+
+async def is_under_way(bus: Bus, issued: Issued) -> bool:
+    """Whether samples of the evaluation that was issued last are still to come: its results come in one commit."""
+    if over := await bus.state(DONE):
+        return issued.version > int(over)
+    found = [await readable(bus, entry) for entry in await bus.last(EVAL_RESULTS)]  # an older process did not tell
+    return issued.step > max((done.asked_step for done in found if isinstance(done, EvalDone)), default=-1)
 
 
 def due(*, active_step: int, last_step: int, interval: int, before_train: bool, final: bool) -> bool:

@@ -17,11 +17,11 @@ from actors.evaluator.estimates import at_k, interval, maj_at, majority, pass_at
 from actors.evaluator.schedule import Issued, due, result
 from actors.recorder.history import History, history_of
 from actors.recorder.records import records_of
-from bus import Bus
+from bus import Bus, Commit
 from bus.messages.active import PolicyActive
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.control import EvalDone
-from bus.messages.policy import Finished
+from bus.messages.policy import Finished, Restored
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import ACTIVE, DEAD, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, EVENTS, POLICY
@@ -214,6 +214,15 @@ def test_what_was_issued_is_read_again_as_it_was_written() -> None:
     assert Issued.parse("") == Issued() and Issued.parse("3:4:200") == Issued(3, 4, 200), "as older processes wrote it"
 
 
+async def test_an_evaluation_of_an_older_release_is_over_when_its_results_are_there(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        assert not await is_evaluating(bus)
+        await bus.commit(Commit(state={"eval": "3:4:200"}))
+        assert await is_evaluating(bus)
+        await put(bus, EVAL_RESULTS, EvalDone(name="held", version=5, step=4, metrics={}, n_samples=200, asked=3))
+        assert not await is_evaluating(bus)
+
+
 async def test_a_second_score_of_a_sample_counts_once(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
         await put(bus, ACTIVE, active(0))
@@ -222,6 +231,30 @@ async def test_a_second_score_of_a_sample_counts_once(redis_url: str, run_name: 
         await put(bus, EVAL_SCORED, answer(first, 1.0, span), answer(first, 0.0, span), *(answer(t, 0.0, span) for t in rest))
         [done] = await results(bus)
     assert (done.metrics["eval/held"], done.n_samples) == (0.25, N)
+
+
+async def test_steps_that_are_done_again_are_evaluated_again(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    """After a crash the trainer went back; steps that it did again, the last one too, were not evaluated: they had been."""
+    span = VersionSpan(1, 0, 2)
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
+        for step in (0, LAST):
+            await put(bus, ACTIVE, active(step))
+            tasks = (await issued(bus, N if step == 0 else 2 * N))[-N:]
+            await put(bus, EVAL_SCORED, *(answer(t, 0.0, span) for t in tasks))
+            await results(bus, 1 if step == 0 else 2)
+        await put(bus, POLICY, Restored(step=1, version=PolicyVersion(7, 1)))
+        await put(bus, ACTIVE, active(LAST))  # what a worker still serves
+        for version in (PolicyVersion(7, 1), PolicyVersion(9, LAST)):
+            await put(bus, ACTIVE, PolicyActive(version=version, serving={"w": version.id}))
+        again = (await issued(bus, 3 * N))[-N:]
+        assert {(t.group_id, t.pinned) for t in again} == {(f"e{LAST}", 9)} and await is_evaluating(bus)
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, context):  # started again in the middle of it
+        await put(bus, EVAL_SCORED, *(answer(t, 1.0, span) for t in again))
+        done = (await results(bus, 3))[-1]
+        assert (done.asked, done.metrics["eval/held"]) == (LAST, 1.0) and not await bus.length(DEAD)
+        await put(bus, POLICY, Finished(step=LAST, version=PolicyVersion(9, LAST)))
+        await until(context.draining.wait)
+        assert not await is_evaluating(bus) and await bus.length(EVAL_PROMPTS) == 3 * N
 
 
 async def test_an_evaluation_that_is_under_way_is_not_overtaken(redis_url: str, run_name: str, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ async def test_a_data_set_that_cannot_be_read_any_more_costs_evaluations_of_it_a
             kept, gone = await results(bus, 2)
             assert (kept.name, kept.metrics["eval/kept"], kept.n_samples) == ("kept", 1.0, 2) and not kept.error
             assert (gone.name, gone.metrics, gone.n_samples, gone.asked) == ("gone", {}, 0, 1)
-            assert "cannot be read any more" in gone.error and "gone.jsonl" in gone.error
+            assert "cannot be read any more" in str(gone.error) and "gone.jsonl" in str(gone.error)
             assert await bus.length(DEAD) == 0
             if now == "a folder":
                 (tmp_path / "gone.jsonl").rmdir()
@@ -164,7 +164,7 @@ async def test_a_run_none_of_whose_data_sets_can_be_read_any_more_goes_on_to_its
         async with running(bus, "evaluator", run, spec_of(tmp_path, "held"), run_dir=str(tmp_path)) as context:
             await put(bus, ACTIVE, active(1))
             failed = (await results(bus, 2))[1]
-            assert (failed.step, failed.version, failed.metrics) == (1, 2, {}) and "held.jsonl" in failed.error
+            assert (failed.step, failed.version, failed.metrics) == (1, 2, {}) and "held.jsonl" in str(failed.error)
             await put(bus, ACTIVE, active(LAST))
             await put(bus, POLICY, Finished(step=LAST, version=PolicyVersion(LAST + 1, LAST)))
             await until(context.draining.wait)
