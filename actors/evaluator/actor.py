@@ -192,7 +192,8 @@ class Evaluator:
             self._began.setdefault(f"e{start.step}", self._context.clock.monotonic())
             self._issued = start = then
             self._last_step = start.step
-            self._given_up = -1
+            if self._given_up == start.step:  # a step that is done again
+                self._given_up = -1
 
     def _task(self, issued: Issued, number: int) -> SampleTask:
         data, prompt = self._sets.samples[number]
@@ -270,10 +271,9 @@ class Evaluator:
             except Exception as error:  # noqa: BLE001 - a full disk, a model's folder that is being replaced: no evaluation ends by it
                 text = f"those of {data.name} at step {issued.step} are lost: {named(error)}"
                 await self._context.refusals.add("kept samples", text)
-            common = {"issued": issued, "wall": self._context.clock.wall(), "duration_s": duration_s}
-            unreadable = self._sets.unreadable.get(data.name, "")
-            measured = partial(result, data.name, list(by_prompt.values()), unreadable=unreadable, **common)
-            outs.append(Out(EVAL_RESULTS, await asyncio.to_thread(measured)))
+            wall, unreadable = self._context.clock.wall(), self._sets.unreadable.get(data.name, "")
+            measured = partial(result, data.name, list(by_prompt.values()), issued=issued, wall=wall, duration_s=duration_s)
+            outs.append(Out(EVAL_RESULTS, await asyncio.to_thread(measured, unreadable=unreadable)))
         return outs
 
     async def _buried(self, entry: Entry, member: Scored | RolloutLost | None, error: str) -> Commit:

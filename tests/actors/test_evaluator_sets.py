@@ -84,14 +84,16 @@ async def test_an_evaluation_that_other_data_sets_began_is_given_up(redis_url: s
         async with running(bus, "evaluator", run, spec_of(tmp_path, "old"), run_dir=str(tmp_path)):
             await put(bus, ACTIVE, active(0))
             await issued(bus, 6)
-            first, *rest = await begun(bus, 4)
+            first, late, *rest = await begun(bus, 4)
         async with running(bus, "evaluator", run, spec_of(tmp_path, "new"), run_dir=str(tmp_path)) as context:
             await put(bus, EVAL_SCORED, lost(first), *(answer(t, 1.0, SPAN) for t in rest))
-            await given_up(bus, context, 6)
+            await given_up(bus, context, 5)
             await put(bus, ACTIVE, active(1))
-            await put(bus, EVAL_SCORED, *(answer(t, 0.0, SPAN) for t in await issued(bus, 4)))
+            tasks = await issued(bus, 4)
+            await put(bus, EVAL_SCORED, answer(late, 1.0, SPAN), *(answer(t, 0.0, SPAN) for t in tasks))
             [done] = await results(bus)
             assert (done.name, done.asked, done.metrics["eval/new"], done.n_samples) == ("new", 1, 0.0, 4)
+            assert context.counters["evaluation_given_up"] == 6 and not await bus.length(DEAD)
 
 
 async def test_scores_that_wait_are_of_an_evaluation_that_is_given_up(redis_url: str, run_name: str, tmp_path: Path) -> None:
