@@ -1,57 +1,44 @@
 """Evaluator: measures active versions on held-out prompts, beside training, on a share of its slots.
 
 Reads  active, policy (logs), eval.scored (readers "evaluator")    Writes  eval.prompts, eval.results
-Owns   what it issued last (state field `eval`), eval_samples/; collected scores are its pending entries until the set is complete.
+Takes back  eval.prompts (readers "generation") of an evaluation that is given up
+Owns   what it issued last and whether that is over (state fields `eval`, `eval.done`), eval_samples/; collected scores are its
+pending entries until the set is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
 import glob
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from actors.evaluator.schedule import Issued, due, result
+from actors.evaluator.schedule import DONE, Issued, due, is_under_way, result
+from actors.evaluator.sets import EvalSet, Sets
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.contained import named
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
 from actors.runtime.pictures import Pictures
-from actors.runtime.prompts import DataSpec, Prompt, Prompts, Tokenizer, read_apart
+from actors.runtime.prompts import Tokenizer
 from actors.runtime.readable import readable
 from actors.runtime.seeds import seed_for
-from bus import Commit, Entry, Guard, Out, Tail
+from bus import Commit, Entry, Guard, Out, Reader, Tail
 from bus.errors import Poison
 from bus.messages.active import PolicyActive
 from bus.messages.base import pack_ints
-from bus.messages.control import EvalDone
 from bus.messages.groups import index_of
-from bus.messages.policy import Finished
+from bus.messages.policy import Finished, Restored
 from bus.messages.samples import Picture, RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
 
 TASKS_PER_COMMIT = 200
-HEARD = ("active.state", "policy.finished")
-
-
-class EvalSet(msgspec.Struct, frozen=True, kw_only=True):
-    """One held-out data set, and how it is measured. `metadata` is laid over that of each prompt."""
-
-    name: str
-    data: DataSpec
-    samples_per_prompt: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_response_len: int = 128
-    metadata: dict[str, Any] = {}
+HEARD = ("active.state", "policy.finished", "policy.restored")
 
 
 class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,20 +58,17 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluator:
     """The room."""
 
-    def __init__(self, context: Context, spec: EvaluatorSpec, prompts: Sequence[Prompts]) -> None:
+    def __init__(self, context: Context, spec: EvaluatorSpec, sets: Sets) -> None:
         self._context = context
         self._spec = spec
-        self._samples: list[tuple[EvalSet, Prompt]] = []  # by number; those of a prompt stand together
-        for data, found in zip(spec.sets, prompts, strict=True):
-            for prompt in found.prompts:
-                self._samples += [(data, prompt)] * data.samples_per_prompt
-        self._total = len(self._samples)
-        self._sets = _digest(spec, prompts)
+        self._sets = sets
         self._given_up = -1  # step of an evaluation that former settings issued
         self._active: PolicyVersion | None = None
+        self._restored = 0  # version that the trainer restored last: what is older may belong to a lost future
         self._final_step = -1
-        self._done_step = -1
         self._issued = Issued()
+        self._over_at = -1  # version of the last evaluation that is over
+        self._last_step = -1  # that was evaluated, of the steps that the run still has
         self._began: dict[str, float] = {}
         self._pictures = Pictures(context)
         self._shown: dict[tuple[str, int], tuple[Picture, ...]] = {}  # by data set and prompt, of the evaluation under way
@@ -95,20 +79,27 @@ class Evaluator:
 
     async def run(self) -> None:
         """Until draining or until the last version is measured."""
+        await self._look_back()  # before scores are read: those of one that is given up are not to be counted
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._schedule())
             tasks.create_task(self._consumer.run(self.handle))
 
+    async def _look_back(self) -> None:
+        """What was issued before; what is under way and cannot go on is given up."""
+        context, bus = self._context, self._context.bus
+        self._issued = issued = Issued.parse(await bus.state("eval"))
+        self._last_step = issued.step
+        if not await is_under_way(bus, issued):
+            self._over_at = issued.version
+        elif issued.sets not in (0, self._sets.digest):
+            self._given_up, self._over_at = issued.step, issued.version
+            text = f"that of step {issued.step} was under way with other data sets or settings: it is given up, the next one counts"
+            await context.event("evaluation", text, level="warning", step=issued.step)
+            await self._take_back()
+
     async def _schedule(self) -> None:
         """Waits for versions to become active (woken by the blocking read); issues what is due."""
         context, bus = self._context, self._context.bus
-        self._issued = Issued.parse(await bus.state("eval"))
-        await fold_log(context, await bus.scan_all(EVAL_RESULTS), self._hear)
-        issued = self._issued
-        if issued.step > self._done_step and issued.sets not in (0, self._sets):
-            self._given_up = self._done_step = issued.step
-            text = f"that of step {issued.step} was under way with other data sets or settings: it is given up, the next one counts"
-            await context.event("evaluation", text, level="warning", step=issued.step)
         async with Tail(bus, [ACTIVE, POLICY]) as tail:
             while not context.draining.is_set():
                 with context.waiting("a version to measure, or scores"):
@@ -118,50 +109,79 @@ class Evaluator:
                 if self._over():
                     context.draining.set()
 
+    async def _take_back(self) -> None:
+        """Prompts of the one that is given up, which no worker has taken yet; as one of those readers, so that no other has any."""
+        context = self._context
+        reader = Reader(context.bus, [EVAL_PROMPTS], "generation", context.name)
+        await reader.open()
+        try:
+            while entries := await reader.read(TASKS_PER_COMMIT, 0.0):
+                if (await context.bus.commit(Commit(ack=entries))).done:
+                    context.count("evaluation_given_up", len(entries))
+                reader.forget(entries)
+        finally:
+            await reader.close()
+
     def _hear(self, entry: Entry, message: object) -> None:
         match message:
-            case EvalDone():
-                self._done_step = max(self._done_step, message.asked_step)
-            case PolicyActive():
+            case Restored():
+                self._restored = message.version.id
+                if self._active is not None and self._active.id < self._restored:
+                    self._active = None
+                if self._issued.version < self._restored:  # steps that are done again are evaluated again
+                    self._last_step = min(self._last_step, message.step)
+            case PolicyActive() if message.version.id >= self._restored:
                 self._active = message.version
             case Finished() if message.step >= self._spec.num_rollout:
                 self._final_step = message.step  # not that of a finished run that was given more steps
 
     def _over(self) -> bool:
         """Whether the last version is measured, or is not to be."""
-        if self._final_step < 0 or self._done_step < self._issued.step:
+        if self._final_step < 0 or self._under_way:
             return False
-        return self._done_step >= self._final_step or not self._context.knobs.eval_interval
+        return self._last_step >= self._final_step or not self._context.knobs.eval_interval
+
+    @property
+    def _under_way(self) -> bool:
+        return self._issued.version > self._over_at
 
     async def _act(self) -> None:
         issued, active = self._issued, self._active
-        if issued.step > self._given_up and issued.offset < self._total:
+        if self._under_way and issued.offset < len(self._sets.samples):
             await self._issue(issued)
             return
-        if active is None or self._done_step < issued.step:
+        if active is None or self._under_way:
             return  # the former one is still running: this interval is skipped, the final one comes later
         final = self._spec.final and self._final_step >= 0 and active.step >= self._final_step
         interval = int(self._context.knobs.eval_interval or 0)
         if due(
             active_step=active.step,
-            last_step=issued.step,
+            last_step=self._last_step,
             interval=interval,
             before_train=self._spec.before_train,
             final=final,
         ):
-            await self._issue(Issued(active.step, active.id, 0, self._sets))
+            if self._sets.unreadable and not await self._sets.read():
+                return
+            await self._issue(Issued(active.step, active.id, 0, self._sets.digest))
 
     async def _issue(self, start: Issued) -> None:
         """Put the samples of one evaluation on the bus, in guarded pieces."""
-        while start.offset < self._total:
-            stop = min(self._total, start.offset + TASKS_PER_COMMIT)
+        total = len(self._sets.samples)
+        if not total:  # nothing of it can be read
+            before = self._issued.text() if self._issued.step >= 0 else ""
+            outs, over = await self._results(start, {}, 0.0), {DONE: str(start.version)}
+            await self._context.bus.commit(Commit(append=outs, state=over, guard=Guard("eval", before, start.text())))
+            self._issued, self._last_step, self._over_at = start, start.step, start.version
+        while start.offset < total:
+            stop = min(total, start.offset + TASKS_PER_COMMIT)
             if self._spec.max_in_flight:  # the rest follows as scores come
                 stop = min(stop, len(self._members.get(f"e{start.step}", ())) + self._spec.max_in_flight)
             if stop <= start.offset:
                 return
             then = msgspec.structs.replace(start, offset=stop)
             before = self._issued.text() if self._issued.step >= 0 else ""
-            for data, prompt in self._samples[start.offset : stop]:
+            for data, prompt in self._sets.samples[start.offset : stop]:
                 if prompt.pictures and (key := (data.name, prompt.index)) not in self._shown:
                     # Of one that cannot be read the worker finds no blob, and its samples are lost with that cause.
                     self._shown[key] = await self._pictures.put(prompt) or tuple(shown.place for shown in prompt.pictures)
@@ -171,16 +191,19 @@ class Evaluator:
             fault_point(self._context.name, "after_issue")
             self._began.setdefault(f"e{start.step}", self._context.clock.monotonic())
             self._issued = start = then
+            self._last_step = start.step
+            if self._given_up == start.step:  # a step that is done again
+                self._given_up = -1
 
     def _task(self, issued: Issued, number: int) -> SampleTask:
-        data, prompt = self._samples[number]
+        data, prompt = self._sets.samples[number]
         sample_id = f"e{issued.step}/{number}"
         metadata = prompt.metadata | data.metadata
         return SampleTask(
             sample_id=sample_id,
             group_id=f"e{issued.step}",
             index=number,
-            n_samples=self._total,
+            n_samples=len(self._sets.samples),
             prompt_id=f"p{prompt.index}",
             prompt_tokens=pack_ints(prompt.token_ids),
             prompt_text=prompt.text,
@@ -218,7 +241,7 @@ class Evaluator:
             self._context.count("duplicates")
             return Commit(ack=(entry,))
         members[number] = (entry, member)
-        if len(members) < self._total:
+        if len(members) < len(self._sets.samples):
             fault_point(self._context.name, "collecting")
             return None
         del self._members[group_id]
@@ -226,26 +249,32 @@ class Evaluator:
         now = self._context.clock.monotonic()
         duration_s = now - self._began.pop(group_id, now)
         issued = Issued(step, self._issued.version)
-        outs = []
-        for data in self._spec.sets:
-            by_prompt: dict[int, list[Scored | RolloutLost]] = {}
-            for n, (_, one) in sorted(members.items()):
-                of, prompt = self._samples[n]
-                if of is data:
-                    by_prompt.setdefault(prompt.index, []).append(one)
-            try:
-                await asyncio.to_thread(self._keep, data, step, by_prompt.values())
-            except Exception as error:  # noqa: BLE001 - a full disk, a model's folder that is being replaced: no evaluation ends by it
-                await self._context.refusals.add("kept samples", f"those of {data.name} at step {step} are lost: {named(error)}")
-            wall = self._context.clock.wall()
-            measured = partial(result, data.name, list(by_prompt.values()), issued=issued, wall=wall, duration_s=duration_s)
-            outs.append(Out(EVAL_RESULTS, await asyncio.to_thread(measured)))
-        commit = Commit(ack=[e for e, _ in members.values()], append=outs)
-        if await self._consumer.commit(commit):
-            self._done_step = max(self._done_step, step)
+        outs = await self._results(issued, {n: one for n, (_, one) in sorted(members.items())}, duration_s)
+        over = {DONE: str(issued.version)}
+        if await self._consumer.commit(Commit(ack=[e for e, _ in members.values()], append=outs, state=over)):
+            self._over_at = issued.version
             self._shown.clear()
             await self._pictures.free()
         return None
+
+    async def _results(self, issued: Issued, members: Mapping[int, Scored | RolloutLost], duration_s: float) -> list[Out]:
+        """Those of all data sets, from the samples by number."""
+        outs = []
+        for data in self._spec.sets:
+            by_prompt: dict[int, list[Scored | RolloutLost]] = {}
+            for n, one in members.items():
+                of, prompt = self._sets.samples[n]
+                if of is data:
+                    by_prompt.setdefault(prompt.index, []).append(one)
+            try:
+                await asyncio.to_thread(self._keep, data, issued.step, by_prompt.values())
+            except Exception as error:  # noqa: BLE001 - a full disk, a model's folder that is being replaced: no evaluation ends by it
+                text = f"those of {data.name} at step {issued.step} are lost: {named(error)}"
+                await self._context.refusals.add("kept samples", text)
+            wall, unreadable = self._context.clock.wall(), self._sets.unreadable.get(data.name, "")
+            measured = partial(result, data.name, list(by_prompt.values()), issued=issued, wall=wall, duration_s=duration_s)
+            outs.append(Out(EVAL_RESULTS, await asyncio.to_thread(measured, unreadable=unreadable)))
+        return outs
 
     async def _buried(self, entry: Entry, member: Scored | RolloutLost | None, error: str) -> Commit:
         """What follows a dead score: its sample comes again as lost, and is no duplicate then."""
@@ -258,10 +287,10 @@ class Evaluator:
 
     async def _expected(self, group_id: str, number: int) -> None:
         """Poison: nobody waits for this sample, so that it would lie here for ever."""
-        step = self._issued.step
-        if group_id != f"e{step}":  # issued by a former process of ours, as far as is known here
-            step = Issued.parse(await self._context.bus.state("eval")).step
-        if group_id != f"e{step}" or step <= self._done_step or not 0 <= number < self._total:
+        issued = self._issued
+        if group_id != f"e{issued.step}":  # issued by a former process of ours, as far as is known here
+            issued = Issued.parse(await self._context.bus.state("eval"))
+        if group_id != f"e{issued.step}" or issued.version <= self._over_at or not 0 <= number < len(self._sets.samples):
             raise Poison(f"sample {number} of evaluation {group_id!r}, which is not under way")
 
     def _keep(self, data: EvalSet, step: int, by_prompt: Iterable[Sequence[Scored | RolloutLost]]) -> None:
@@ -276,17 +305,6 @@ class Evaluator:
             old.unlink(missing_ok=True)
 
 
-def _digest(spec: EvaluatorSpec, prompts: Sequence[Prompts]) -> int:
-    """Of what decides which sample has which number, and how it is made; never 0."""
-    found = 0
-    for data, read in zip(spec.sets, prompts, strict=True):
-        how = (data.name, data.samples_per_prompt, data.temperature, data.top_p, data.top_k, data.max_response_len, data.metadata)
-        found = zlib.crc32(msgspec.json.encode((how, spec.rm_type, spec.rollout_stop), enc_hook=str), found)
-        for prompt in read.prompts:
-            found = zlib.crc32(msgspec.json.encode((prompt.text, prompt.label, prompt.metadata), enc_hook=str), found)
-    return found or 1
-
-
 def _dead(entry: Entry, lost: RolloutLost) -> Commit:
     """What follows a dead score: it comes again as lost."""
     return Commit(append=(Out(EVAL_SCORED, lost),))
@@ -294,9 +312,6 @@ def _dead(entry: Entry, lost: RolloutLost) -> Commit:
 
 async def run(context: Context, spec: EvaluatorSpec) -> None:
     """The evaluator's process."""
-    prompts: list[Prompts] = []
-    for data in spec.sets:
-        if (found := await read_apart(context, data.data)) is None:
-            return
-        prompts.append(found)
-    await Evaluator(context, spec, prompts).run()
+    sets = Sets(context, spec.sets, spec.rm_type, spec.rollout_stop)
+    if await sets.read():
+        await Evaluator(context, spec, sets).run()

@@ -1,4 +1,4 @@
-"""When to evaluate, and the result of an evaluation (pure)."""
+"""When to evaluate, and the result of an evaluation (pure but for `is_under_way`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import msgspec
 
 from actors.evaluator.estimates import at_k, interval
 from actors.runtime.content import LARGEST_REWARD
+from actors.runtime.snapshot import readable
+from bus import Bus
 from bus.messages.control import EvalDone
 from bus.messages.samples import RolloutLost, Scored
+from bus.topology import EVAL_RESULTS
 
 NOT_FINITE = "reward_not_finite"
+DONE = "eval.done"
+"""State field: version of the last evaluation whose results are on the bus. Steps may be done again, versions never."""
 
 
 class Issued(msgspec.Struct, frozen=True):
@@ -36,6 +41,14 @@ class Issued(msgspec.Struct, frozen=True):
         return Issued(step, version, offset, *sets)
 
 
+async def is_under_way(bus: Bus, issued: Issued) -> bool:
+    """Whether samples of the evaluation that was issued last are still to come: its results come in one commit."""
+    if over := await bus.state(DONE):
+        return issued.version > int(over)
+    found = [await readable(bus, entry) for entry in await bus.last(EVAL_RESULTS)]  # an older process did not tell
+    return issued.step > max((done.asked_step for done in found if isinstance(done, EvalDone)), default=-1)
+
+
 def due(*, active_step: int, last_step: int, interval: int, before_train: bool, final: bool) -> bool:
     """Whether the version that is active now should be evaluated. `interval` 0: never. Otherwise the last one always is."""
     if interval <= 0 or active_step <= last_step:
@@ -51,10 +64,10 @@ Member = Scored | RolloutLost
 
 
 def result(
-    name: str, by_prompt: Sequence[Sequence[Member]], *, issued: Issued, wall: float, duration_s: float
+    name: str, by_prompt: Sequence[Sequence[Member]], *, issued: Issued, wall: float, duration_s: float, unreadable: str = ""
 ) -> EvalDone:
     """The result of one data set, from its members by prompt, under the version that made most of its tokens (the older one if two
-    made as many): weights may be updated during an evaluation, and neither waits for the other."""
+    made as many): weights may be updated during an evaluation, and neither waits for the other. `unreadable`: why it has none."""
     members = [m for of in by_prompt for m in of]
     spans = [span for m in members if isinstance(m, Scored) for span in m.rollout.made]
     made: Counter[int] = Counter()
@@ -74,7 +87,7 @@ def result(
         duration_s=duration_s,
         versions=dict(sorted(made.items())),
         asked=issued.step,
-        error=losses(members) or msgspec.UNSET,
+        error=unreadable or losses(members) or msgspec.UNSET,
     )
 
 
@@ -98,8 +111,10 @@ def summarize(name: str, by_prompt: Sequence[Sequence[Member]]) -> dict[str, flo
     """Metrics of one data set: mean reward with its confidence interval, pass@k and maj@k, share truncated, share lost, mean
     length. Lost samples count as reward 0; if all are lost there is no mean reward, because nothing was measured."""
     members = [m for of in by_prompt for m in of]
+    if not members:
+        return {}
     scored = [m for m in members if _measured(m)]
-    n = max(1, len(members))
+    n = len(members)
     lost = {f"eval/{name}-lost_ratio": (len(members) - len(scored)) / n}
     if not scored:
         return lost

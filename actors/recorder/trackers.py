@@ -25,6 +25,7 @@ from bus.private import write_secret
 PLACES = "trackers.json"
 LOOK_S = 1.0
 AGAIN_S, AGAIN_MOST_S = 5.0, 300.0  # between two tries of a tracker that fails, twice as long each time
+LATE_S = 20.0  # without an answer, after which a tracker is named: libraries try again for minutes before they say that they fail
 AT_ONCE = 500  # points
 NOTHING = (0, -1)
 
@@ -91,7 +92,7 @@ class Places:
 
 
 class Follower:
-    """The thread of one tracker. `say`: told once for each new failure, and when it works again."""
+    """The thread of one tracker. `say`: told once for each new failure, once that it does not answer, and when it works again."""
 
     def __init__(self, name: str, open_it: Open, run_dir: Path, places: Places, say: Say, source: Source) -> None:
         self.name = name
@@ -100,6 +101,7 @@ class Follower:
         self._looked = NOTHING  # the newest file when all of it was taken, and its size
         self._ended = threading.Event()
         self._finished = False
+        self._late = False  # it was named for that, and has taken nothing since
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -123,9 +125,9 @@ class Follower:
                     if self._tracker is not None:
                         self._tracker.close(self._finished)
                     return
-                if failed:
+                if failed or self._late:
                     self._say(f"{self.name} takes metrics again", well=True)
-                again_s, failed = AGAIN_S, ""
+                again_s, failed, self._late = AGAIN_S, "", False
                 self._ended.wait(LOOK_S)
             except Exception as error:  # noqa: BLE001 - a tracker is a library of others; the run goes on without it
                 self._tracker, self._looked = None, NOTHING
@@ -137,6 +139,12 @@ class Follower:
                     return
                 self._ended.wait(again_s)
                 again_s = min(2 * again_s, AGAIN_MOST_S)
+
+    def _say_late(self) -> None:
+        if not self._late and not self._ended.is_set():
+            self._late = True
+            text = f"{self.name} has not answered for {LATE_S:.0f} s. The run goes on; it gets what it missed when it works again"
+            self._say(text)
 
     def _take_what_is_there(self) -> None:
         with ExitStack() as opened:
@@ -175,9 +183,16 @@ class Follower:
             begun = at
             points, at, more = _read(file, at, self._source)
             if points:
-                if self._tracker is None:
-                    self._tracker = self._open()
-                if note := self._tracker.take(points):
+                watch = threading.Timer(LATE_S, self._say_late)
+                watch.daemon = True
+                watch.start()
+                try:
+                    if self._tracker is None:
+                        self._tracker = self._open()
+                    note = self._tracker.take(points)
+                finally:
+                    watch.cancel()
+                if note:
                     self._say(f"{self.name}: {note}")
             if at > begun:
                 self._places.put(self.name, Place(at, first))

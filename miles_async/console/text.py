@@ -102,8 +102,15 @@ def shorten(text: str, width: int) -> str:
     return flat if len(flat) <= width else flat[: max(1, width - 1)] + "…"
 
 
+def is_initial(record: Mapping[str, Any]) -> bool:
+    """Whether a record of kind `knob` has all settings, as they stand first on a bus. On one made anew its epoch is above 0."""
+    return record.get("author") == "launcher" and record.get("reason") == "initial"
+
+
 def knob_text(record: Mapping[str, Any]) -> str:
     """What a record of kind `knob` changed, planned for a step, or ended."""
+    if is_initial(record):
+        return f"all {len(record['values'])} settings, on a bus made anew"
     values = ", ".join(f"{k}={v}" for k, v in (record.get("planned") or record["values"]).items())
     if record.get("planned"):
         return f"planned for step {record['at_step']}: {values}"

@@ -9,11 +9,8 @@ from typing import Any
 
 import msgspec
 
-from actors.evaluator.schedule import Issued
-from actors.runtime.snapshot import readable
+from actors.evaluator.schedule import Issued, is_under_way
 from bus import Bus
-from bus.messages.control import EvalDone
-from bus.topology import EVAL_RESULTS
 from miles_async.settings.custom_config import read_document
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.run import RunSettings
@@ -70,10 +67,8 @@ def eval_sets(settings: RunSettings) -> list[SetSpec]:
 
 
 async def is_evaluating(bus: Bus) -> bool:
-    """Whether samples of an evaluation are still under way: its results come in one commit."""
-    newest = [await readable(bus, entry) for entry in await bus.last(EVAL_RESULTS)]
-    done = max((message.asked_step for message in newest if isinstance(message, EvalDone)), default=-1)
-    return Issued.parse(await bus.state("eval")).step > done
+    """Whether samples of an evaluation are still under way."""
+    return await is_under_way(bus, Issued.parse(await bus.state("eval")))
 
 
 def _one(given: dict[str, Any], file: str) -> SetSpec:

@@ -17,11 +17,11 @@ from actors.evaluator.estimates import at_k, interval, maj_at, majority, pass_at
 from actors.evaluator.schedule import Issued, due, result
 from actors.recorder.history import History, history_of
 from actors.recorder.records import records_of
-from bus import Bus
+from bus import Bus, Commit
 from bus.messages.active import PolicyActive
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.control import EvalDone
-from bus.messages.policy import Finished
+from bus.messages.policy import Finished, Restored
 from bus.messages.samples import Response, RolloutDone, RolloutLost, SampleTask, Scored
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import ACTIVE, DEAD, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, EVENTS, POLICY
@@ -214,51 +214,13 @@ def test_what_was_issued_is_read_again_as_it_was_written() -> None:
     assert Issued.parse("") == Issued() and Issued.parse("3:4:200") == Issued(3, 4, 200), "as older processes wrote it"
 
 
-async def test_an_evaluation_that_other_data_sets_began_is_given_up(redis_url: str, run_name: str, tmp_path: Path) -> None:
-    """Resumed with other sets, its samples were counted as those of the sets that have their numbers now."""
-    save_tokenizer(tmp_path, ARITHMETIC)
-    for name, texts in {"old": "123456", "new": "7890"}.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"input": text, "label": "1"}) + "\n" for text in texts))
-
-    def spec_of(name: str) -> EvaluatorSpec:
-        data = data_of(path=f"{tmp_path}/{name}.jsonl", input_key="input", label_key="label", tokenizer_dir=str(tmp_path))
-        return room_of(EvaluatorSpec, sets=(EvalSet(name=name, data=data),), num_rollout=LAST)
-
-    span = VersionSpan(1, 0, 2)
-    async with open_bus(redis_url, run_name, knobs={"eval_interval": 1, "has_eval_data": True}) as bus:
-        async with running(bus, "evaluator", run, spec_of("old"), run_dir=str(tmp_path)):
-            await put(bus, ACTIVE, active(0))
-            old = await issued(bus, 6)
-        async with running(bus, "evaluator", run, spec_of("new"), run_dir=str(tmp_path)) as context:
-            await put(bus, EVAL_SCORED, *(answer(t, 1.0, span) for t in old[:5]), lost(old[5]))
-            await put(bus, ACTIVE, active(1))
-            tasks = (await issued(bus, 6 + N))[6:]
-            await put(bus, EVAL_SCORED, *(answer(t, 0.0, span) for t in tasks))
-            [done] = await results(bus)
-            assert (done.name, done.asked, done.metrics["eval/new"], done.n_samples) == ("new", 1, 0.0, N)
-            assert context.counters["evaluation_given_up"] == 6 and not await bus.length(DEAD)
-            assert "given up" in next(m.text for m in await messages(bus, EVENTS) if m.kind == "evaluation")
-
-
-async def test_an_evaluation_is_given_up_by_a_run_that_has_no_more_data_sets(redis_url: str, run_name: str, tmp_path: Path) -> None:
-    """Resumed without --eval-prompt-data, its samples lay on the bus for ever."""
-    save_tokenizer(tmp_path, ARITHMETIC)
-    (tmp_path / "old.jsonl").write_text('{"input": "1", "label": "1"}\n' * N)
-    data = data_of(path=f"{tmp_path}/old.jsonl", input_key="input", label_key="label", tokenizer_dir=str(tmp_path))
-    specs = [room_of(EvaluatorSpec, sets=sets, num_rollout=LAST) for sets in ((EvalSet(name="old", data=data),), ())]
-    async with open_bus(redis_url, run_name, knobs={"eval_interval": 1, "has_eval_data": True}) as bus:
-        async with running(bus, "evaluator", run, specs[0], run_dir=str(tmp_path)):
-            await put(bus, ACTIVE, active(0))
-            first, *rest = await issued(bus, N)
+async def test_an_evaluation_of_an_older_release_is_over_when_its_results_are_there(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        assert not await is_evaluating(bus)
+        await bus.commit(Commit(state={"eval": "3:4:200"}))
         assert await is_evaluating(bus)
-        async with running(bus, "evaluator", run, specs[1], run_dir=str(tmp_path)) as context:
-            await put(bus, EVAL_SCORED, lost(first), *(answer(t, 1.0, VersionSpan(1, 0, 2)) for t in rest))
-
-            async def gone() -> bool:
-                return context.counters.get("evaluation_given_up") == N and not await bus.length(EVAL_SCORED)
-
-            await until(gone)
-        assert await bus.length(EVAL_PROMPTS) == N and not await bus.length(DEAD)
+        await put(bus, EVAL_RESULTS, EvalDone(name="held", version=5, step=4, metrics={}, n_samples=200, asked=3))
+        assert not await is_evaluating(bus)
 
 
 async def test_a_second_score_of_a_sample_counts_once(redis_url: str, run_name: str, tmp_path: Path) -> None:
@@ -269,6 +231,30 @@ async def test_a_second_score_of_a_sample_counts_once(redis_url: str, run_name: 
         await put(bus, EVAL_SCORED, answer(first, 1.0, span), answer(first, 0.0, span), *(answer(t, 0.0, span) for t in rest))
         [done] = await results(bus)
     assert (done.metrics["eval/held"], done.n_samples) == (0.25, N)
+
+
+async def test_steps_that_are_done_again_are_evaluated_again(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    """After a crash the trainer went back; steps that it did again, the last one too, were not evaluated: they had been."""
+    span = VersionSpan(1, 0, 2)
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
+        for step in (0, LAST):
+            await put(bus, ACTIVE, active(step))
+            tasks = (await issued(bus, N if step == 0 else 2 * N))[-N:]
+            await put(bus, EVAL_SCORED, *(answer(t, 0.0, span) for t in tasks))
+            await results(bus, 1 if step == 0 else 2)
+        await put(bus, POLICY, Restored(step=1, version=PolicyVersion(7, 1)))
+        await put(bus, ACTIVE, active(LAST))  # what a worker still serves
+        for version in (PolicyVersion(7, 1), PolicyVersion(9, LAST)):
+            await put(bus, ACTIVE, PolicyActive(version=version, serving={"w": version.id}))
+        again = (await issued(bus, 3 * N))[-N:]
+        assert {(t.group_id, t.pinned) for t in again} == {(f"e{LAST}", 9)} and await is_evaluating(bus)
+    async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, context):  # started again in the middle of it
+        await put(bus, EVAL_SCORED, *(answer(t, 1.0, span) for t in again))
+        done = (await results(bus, 3))[-1]
+        assert (done.asked, done.metrics["eval/held"]) == (LAST, 1.0) and not await bus.length(DEAD)
+        await put(bus, POLICY, Finished(step=LAST, version=PolicyVersion(9, LAST)))
+        await until(context.draining.wait)
+        assert not await is_evaluating(bus) and await bus.length(EVAL_PROMPTS) == 3 * N
 
 
 async def test_an_evaluation_that_is_under_way_is_not_overtaken(redis_url: str, run_name: str, tmp_path: Path) -> None:

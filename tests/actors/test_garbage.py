@@ -207,7 +207,6 @@ async def test_evaluator(redis_url: str, run_name: str, tokenizer_dir: str, seed
     spec = room_of(EvaluatorSpec, sets=(EvalSet(name="held", data=data, samples_per_prompt=2),), num_rollout=3)
     async with open_bus(redis_url, run_name, knobs={"eval_interval": 1, "has_eval_data": True}) as bus:
         mixed = Mixed(bus, seed)
-        await mixed.put(EVAL_RESULTS, [])  # read once, at the start
         async with running(bus, "evaluator", evaluator, spec, run_dir=tokenizer_dir) as context:
             await mixed.put(ACTIVE, [PolicyActive(version=PolicyVersion(1, 0), serving={"w": 1})], POLICY)
             await until(lambda: length_is(bus, EVAL_PROMPTS, len(MEMBERS)))

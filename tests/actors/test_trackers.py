@@ -138,6 +138,39 @@ def test_a_tracker_that_hangs_holds_up_nobody(tmp_path):
     assert followers[0].join(20)
 
 
+def test_a_tracker_that_does_not_answer_is_named_once_though_it_never_fails(tmp_path, monkeypatch):
+    """A client that tries again for minutes said nothing meanwhile."""
+    monkeypatch.setattr(trackers, "LOOK_S", 0.01)
+    monkeypatch.setattr(trackers, "AGAIN_S", 0.01)
+    monkeypatch.setattr(trackers, "LATE_S", 0.01)
+    said, told, tries = [], threading.Event(), []
+    slow = Kept()
+
+    def take(points):
+        tries.append(points)
+        if len(tries) == 1:
+            assert told.wait(20)
+        if len(tries) < 4:
+            raise ConnectionError("no route")
+        slow.points += points
+
+    def say(text, *, well=False):
+        said.append((text.partition(". ")[0], well))
+        told.set()
+
+    slow.take = take
+    write(tmp_path, step(1, 0.5))
+    [follower] = follow_all({"slow": slow}, tmp_path, say)
+    deadline = time.monotonic() + 60
+    while len(said) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    late, failed = ("slow has not answered for 0 s", False), ("slow fails: ConnectionError: no route", False)
+    assert said == [late, failed, ("slow takes metrics again", True)]
+    end([follower])
+    assert [p.step for p in slow.points] == [1]
+
+
 def spec_of(tmp_path, **on):
     flags = {name: False for name in NOTHING if name.startswith("use_")}
     return TrackerSpec(**NOTHING | flags | {"run": "r", "run_dir": str(tmp_path), "config": {"lr": 0.1, "eval": [1]}} | on)

@@ -193,6 +193,9 @@ def test_views_tell_a_change_a_plan_and_its_end():
         "knob epoch 4: planned for step 7: lr=0.5 (governor: idle: 30%)",
         "knob epoch 4: plan of epoch 3 ended (governor: idle: 30%)",
     ]
+    anew = {"values": {"lr": 0.5, "seed": 1}, "author": "launcher", "reason": "initial"}  # restored from a checkpoint of epoch 4
+    said_anew = plain_line(head | anew, History(), total_steps=9)
+    assert said_anew == "knob epoch 4: all 2 settings, on a bus made anew (launcher: initial)"
 
 
 @pytest.mark.parametrize(

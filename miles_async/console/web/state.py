@@ -20,7 +20,7 @@ from miles_async.console.doctor.finding import Finding
 from miles_async.console.figures import RECENT, alarms, eta_s, lying, shares, throughput
 from miles_async.console.lines import ledger_line, plain_line, waits_text
 from miles_async.console.report_data import staleness_bounds
-from miles_async.console.text import OWN_REASON, knob_text, meaning, shorten
+from miles_async.console.text import OWN_REASON, is_initial, knob_text, meaning, shorten
 from miles_async.console.web.curves import evals_of
 from miles_async.console.web.looks import Looks, doing
 
@@ -227,7 +227,7 @@ def _marks(history: History, settings: dict[str, dict[str, Any]]) -> State:
     knobs = [
         [step_at(float(r["wall"])), ", ".join(f"{k} = {v}" for k, v in r["values"].items())]
         for r in history.knobs[-50:]
-        if int(r["epoch"]) > 0 and r["values"]  # a plan bends nothing
+        if int(r["epoch"]) > 0 and r["values"] and not is_initial(r)  # a plan bends nothing
     ]
     restarts = [[int(r["step"]), f"restored to step {r['step']}"] for r in history.restores[1:][-50:]]
     return {"knobs": knobs, "restarts": restarts, "bounds": staleness_bounds(history, settings)}
