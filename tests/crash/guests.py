@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from contextlib import suppress
 from random import Random
 
 from tests.crash.house import Run, until
@@ -57,11 +56,9 @@ class Guests:
 
     def end(self) -> None:
         """The run has finished, and so do they, but for those that lost its bus before they heard."""
+        until(f"{[*self._here]} to end", lambda: all(map(self._leaves, self._here)), seconds=LEAVE_S)
         for name, guest in self._here.items():
-            with suppress(AssertionError):
-                until(name, lambda guest=guest, name=name: guest.poll() is not None or self._away(name), seconds=LEAVE_S)
-            asked = None if guest.poll() is not None or not self._away(name) else signal.SIGTERM
-            assert guest.poll() is not None or asked, f"{name} outlives the run: {self.said(name)[-600:]}"
+            asked = None if guest.poll() is not None else signal.SIGTERM
             guest.send_signal(signal.SIGTERM)
             self._met(name, guest, asked=asked)
         self._here.clear()
@@ -76,8 +73,9 @@ class Guests:
     def said(self, name: str) -> str:
         return (self._run.home / f"{name}.log").read_text(errors="replace")
 
-    def _away(self, name: str) -> bool:
-        return "the bus is away" in self.said(name).strip().rpartition("\n")[2]
+    def _leaves(self, name: str) -> bool:
+        """It has ended, or tries to join a run that has."""
+        return self._here[name].poll() is not None or "the bus is away" in self.said(name).strip().rpartition("\n")[2]
 
     def _met(self, name: str, guest: subprocess.Popen[bytes] | Warmed, asked: signal.Signals | None = None) -> None:
         code, said = guest.wait(LEAVE_S), self.said(name)

@@ -70,13 +70,14 @@ class Chance(Random):
 
     def finish(self) -> None:
         """Wait for a good end."""
-        assert self.run.launcher is not None
-        launcher = self.run.launcher
-        try:
-            until("the run to end", lambda: self.guests.tend() or launcher.poll() is not None, seconds=RUN_DEADLINE_S, every_s=0.2)
-        except Missed as error:
-            raise Missed(f"{error}\n{self.run.story()}") from None
-        self.run.finish()
+
+        def ended() -> bool:
+            self.guests.tend()
+            return self.run.launcher is None or self.run.launcher.poll() is not None
+
+        with suppress(Missed):  # which is told with the logs
+            until("the run to end", ended, seconds=RUN_DEADLINE_S)
+        self.run.finish(seconds=1.0)
 
     def judge(self) -> None:
         """All has ended well."""
