@@ -12,7 +12,7 @@ from tests.warm.launched import Warmed
 MOST = 2
 PATHS = ("custom_generate_function_path", "custom_agent_function_path")
 AWAY = (
-    *("does not say what it is", "did not answer", "has no bus yet", "is not running"),
+    *("does not say what it is", "did not answer", "has no bus yet", "is not running", "loading the dataset"),
     *("has finished", "was stopped"),
 )
 OTHER = "makes its samples by"  # the run was started again with another program

@@ -12,7 +12,7 @@ import pytest
 
 from actors.runtime.context import STOP_WISH, Context
 from bus import Bus, BusConfig, Commit
-from bus.errors import BusRefused
+from bus.errors import BusRefused, BusUnreachable
 from bus.identity import Identity, hold_name, holder_of, read_identity, write_identity
 from miles_async.cli import worker
 from miles_async.cli.app import main
@@ -219,3 +219,19 @@ async def test_workers_that_joined_are_waited_for_before_the_runs_own_bus_ends(
 
 async def _true(seen: bool) -> bool:
     return seen
+
+
+async def test_a_server_that_is_loading_is_away_and_refuses_nobody() -> None:
+    """Who waits for the bus to come back asks again."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(4096):
+            writer.write(b"-LOADING Valkey is loading the dataset in memory\r\n" * 4)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        parser = argparse.ArgumentParser()
+        worker.add_arguments(parser)
+        with pytest.raises(BusUnreachable, match="loading the dataset"):
+            await worker._spec(parser.parse_args(["--bus", f"redis://127.0.0.1:{port}", "--run", "r"]))
