@@ -158,7 +158,7 @@ class RewardRoom:
         types = {entry.fields.get("type") for entry in await bus.scan_all(SCORED) if entry.fields.get("group") == group_id}
         if types:
             return "lost" if "rollout.lost" in types else "alone"
-        raw = await bus.link.run("HGET", bus.keys.open_groups, group_id)
+        raw = (await bus.hash_of(bus.keys.open_groups)).get(group_id)
         return "alone" if raw and msgspec.msgpack.decode(raw, type=OpenGroup).members else ""
 
     def _unscored(self, commit: Commit, group_id: str) -> Commit:

@@ -74,8 +74,10 @@ class Guests:
         return (self._run.home / f"{name}.log").read_text(errors="replace")
 
     def _leaves(self, name: str) -> bool:
-        """It has ended, or tries to join a run that has."""
-        return self._here[name].poll() is not None or "the bus is away" in self.said(name).strip().rpartition("\n")[2]
+        """It has ended, or tries to join a run that has, and has an engine and a bus deadline of minutes."""
+        said = self.said(name)
+        waits = "joined:" not in said or "the bus is away" in said.strip().rpartition("\n")[2]
+        return self._here[name].poll() is not None or waits
 
     def _met(self, name: str, guest: subprocess.Popen[bytes] | Warmed, asked: signal.Signals | None = None) -> None:
         code, said = guest.wait(LEAVE_S), self.said(name)
