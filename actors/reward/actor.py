@@ -155,10 +155,11 @@ class RewardRoom:
         if self._siblings.knows(group_id):
             return ""
         bus = self._context.bus
+        raw = (await bus.hash_of(bus.keys.open_groups)).get(group_id)
+        # Last: behind it nothing is waited for, so that a sibling that is lost meanwhile finds this one here.
         types = {entry.fields.get("type") for entry in await bus.scan_all(SCORED) if entry.fields.get("group") == group_id}
         if types:
             return "lost" if "rollout.lost" in types else "alone"
-        raw = (await bus.hash_of(bus.keys.open_groups)).get(group_id)
         return "alone" if raw and msgspec.msgpack.decode(raw, type=OpenGroup).members else ""
 
     def _unscored(self, commit: Commit, group_id: str) -> Commit:
