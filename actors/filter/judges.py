@@ -35,8 +35,9 @@ def finite_rewards(samples: Sequence[Scored]) -> str | None:
 
 
 def nonempty(samples: Sequence[Scored]) -> str | None:
-    """At least one token must be trainable."""
-    return None if any(any(s.rollout.response.loss_mask) for s in samples) else "nothing_to_train"
+    """At least one token must be trainable, of any trajectory."""
+    masks = (strand.response.loss_mask for s in samples for strand in s.rollout.strands)
+    return None if any(map(any, masks)) else "nothing_to_train"
 
 
 def equal_rewards(rewards: Sequence[float]) -> str | None:

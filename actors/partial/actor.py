@@ -23,7 +23,7 @@ from actors.runtime.refusals import Row, RunEnds
 from actors.runtime.whole import in_time
 from bus import Commit, Entry, Out, Tail
 from bus.messages.base import EMPTY
-from bus.messages.policy import Restored, StepDone
+from bus.messages.policy import PolicyAnnounced, Restored
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutLost, SampleTask
 from bus.topology import PARKED, POLICY, PREFIXES, TAIL
 
@@ -48,10 +48,10 @@ class PartialBuffer:
         self._consumer = Consumer(context, [PARKED], "partial", on_dead=as_lost(context, _dead))
         remedy = "Mend it, or choose another --buffer-filter-path."
         self._raised = Row(context.clock.monotonic, "the buffer's policy", remedy, most=MOST_RAISED)
-        self._step = 0
+        self._step: int | None = None  # of the newest published weights, as far as it was heard
 
     async def run(self) -> None:
-        """Until draining: waits for parked samples (woken by the blocking read) and for steps."""
+        """Until draining: waits for parked samples (woken by the blocking read) and for versions."""
         context = self._context
         async with Tail(context.bus, [POLICY]) as tail, self._consumer.leased(), followed(partial(self._follow, tail)):
             while not context.draining.is_set():
@@ -61,12 +61,13 @@ class PartialBuffer:
                 await self._place(entries)
 
     async def _follow(self, tail: Tail, stop: asyncio.Event) -> None:
-        """The training step, from the policy log; woken by the blocking read."""
+        """The step of what engines are given, from the policy log; woken by the blocking read. Not the step that is trained: with
+        updates every third one a token made now may be two steps old, and what starts again for its age would do so for ever."""
         while not stop.is_set():
-            await fold_log(self._context, await tail.read(0.5), self._hear, types=("policy.step", "policy.restored"))
+            await fold_log(self._context, await tail.read(0.5), self._hear, types=("policy.announced", "policy.restored"))
 
-    def _hear(self, entry: Entry, message: StepDone | Restored) -> None:
-        self._step = message.step
+    def _hear(self, entry: Entry, message: PolicyAnnounced | Restored) -> None:
+        self._step = message.version.step if isinstance(message, PolicyAnnounced) else message.step
 
     async def _place(self, entries: list[Entry]) -> None:
         waiting: list[Waiting] = []
@@ -82,14 +83,17 @@ class PartialBuffer:
             await self._move(entries[order], parked, "resume")
 
     async def _plans(self, waiting: list[Waiting]) -> list[Plan]:
-        """What the policy says; first in, first out where it raises or says what cannot be done."""
+        """What the policy says; first in, first out where it raises or says what cannot be done. Before a version was heard of the
+        newest token is taken for new."""
+        newest = max((s.step for w in waiting for s in w.parked.response.spans), default=0)
+        step = newest if self._step is None else self._step
         try:
             if self._spec.buffer_filter in POLICIES:
-                plans = list(self._policy(self._step, waiting))
+                plans = list(self._policy(step, waiting))
             else:  # not in the event loop, which it would hold up
                 name = f"--buffer-filter-path {self._spec.buffer_filter}"
                 plans = await in_time(
-                    name, self._spec.hooks_within_s, lambda: list(self._policy(self._step, copies(waiting)))
+                    name, self._spec.hooks_within_s, lambda: list(self._policy(step, copies(waiting)))
                 )
             orders = [plan.order for plan in plans]
             known = {w.order for w in waiting}
@@ -102,7 +106,7 @@ class PartialBuffer:
             said = f"{self._spec.buffer_filter}: {named(error)}"
             await self._context.refusals.add("buffer_filter", f"first in, first out instead: {said}", kind="policy raised")
             self._raised.failed(waiting[0].parked.task.group_id, said)
-            return fifo(self._step, waiting)
+            return fifo(step, waiting)
         self._raised.worked()
         return plans
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import Literal
 
 import msgspec
 
@@ -30,6 +31,7 @@ from actors.runtime.retry import NotItsFault
 from bus import Commit, Entry, Out
 from bus.errors import Poison, Transient
 from bus.messages.base import Packed
+from bus.messages.groups import OpenGroup
 from bus.messages.samples import RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 
@@ -87,9 +89,10 @@ class RewardRoom:
         whole = [(entry, message)] if isinstance(message, RolloutDone) else []
         if self._siblings is not None and entry.stream.name == ROLLOUTS.name:
             group_id = message.task.group_id if isinstance(message, RolloutDone) else message.group_id
-            if isinstance(message, RolloutLost) or await self._passed(group_id):
+            passed = "lost" if isinstance(message, RolloutLost) else await self._passed(group_id)
+            if isinstance(message, RolloutLost) or passed == "lost":
                 return self._unscored(Commit(ack=(entry,), append=(_onward(entry, _zero(message)),)), group_id)
-            whole = self._siblings.add(entry, message)
+            whole = self._siblings.add(entry, message) if not passed else whole
             self._context.note = f"{len(self._siblings)} groups wait for siblings"
             if not whole:
                 return None
@@ -144,12 +147,20 @@ class RewardRoom:
                     await self._context.event("reward version", f"samples are scored by version {wanted} from here on")
         return wanted
 
-    async def _passed(self, group_id: str) -> bool:
-        """Whether a sibling went on without a score, as told by the filter's stream, which keeps it until the group is whole."""
+    async def _passed(self, group_id: str) -> Literal["", "lost", "alone"]:
+        """How siblings went on before this one, if they did: without a score, for one is lost, or scored alone, before the run was
+        started again with group_rm; this one is not to wait for them then. Told by the filter's stream, which keeps them until the
+        group is whole, and of those that have left it by what is open of the group."""
         assert self._siblings is not None
         if self._siblings.knows(group_id):
-            return False
-        return any(entry.fields.get("group") == group_id for entry in await self._context.bus.scan_all(SCORED))
+            return ""
+        bus = self._context.bus
+        raw = (await bus.hash_of(bus.keys.open_groups)).get(group_id)
+        # Last: behind it nothing is waited for, so that a sibling that is lost meanwhile finds this one here.
+        types = {entry.fields.get("type") for entry in await bus.scan_all(SCORED) if entry.fields.get("group") == group_id}
+        if types:
+            return "lost" if "rollout.lost" in types else "alone"
+        return "alone" if raw and msgspec.msgpack.decode(raw, type=OpenGroup).members else ""
 
     def _unscored(self, commit: Commit, group_id: str) -> Commit:
         """The same, with all that is here of a group that will be dropped for a lost member."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from redis.exceptions import RedisError
+from redis.exceptions import BusyLoadingError, RedisError
 
 from bus import Bus, BusConfig
 from bus.client import without_secrets
@@ -127,7 +127,7 @@ async def _asked(ref: RunRef) -> tuple[str, Identity | None]:
     except (OSError, TimeoutError) as error:
         raise BusUnreachable(_gone(ref, _why(error))) from error
     except RedisError as error:
-        if isinstance(error.__cause__, OSError) or "onnect" in str(error):
+        if isinstance(error, BusyLoadingError) or isinstance(error.__cause__, OSError) or "onnect" in str(error):
             raise BusUnreachable(_gone(ref, _why(error))) from error
         raise BusRefused(
             f"bus at {without_secrets(ref.bus_url)} refuses us: {_why(error)}. Correct --bus-url; {LOGIN[0].lower()}{LOGIN[1:]}"

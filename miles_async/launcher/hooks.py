@@ -35,6 +35,7 @@ from miles_async.settings.flat import BATCH
 from miles_async.settings.megatron_fields import OF_MEGATRON
 from miles_async.settings.run import RunSettings
 
+ROLLOUT_S = 60.0  # one rollout of a synthetic engine
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
 CALLED = (
     *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
@@ -70,6 +71,7 @@ def check_hooks(settings: RunSettings, only: Container[str] = catalog()) -> None
             "sample": _sample(settings),
             "reward_key": s.reward_key or "",
             "deadline_s": s.reward_timeout_s,
+            "rollout_s": min(s.rollout_timeout_s, ROLLOUT_S),
             "data": training_data(settings, ""),
             "group_rm": s.group_rm,
             "values": {**s.values, **values},

@@ -3,8 +3,8 @@
 A closed terminal (SIGHUP, or output that nobody takes) ends the view, not the run: the launcher goes on keeping the actors
 and writes what it has to say into logs/launcher.log; `miles-async top` shows it again.
 Shutdown, in order: 1 trainer and evaluator are done, or the operator asks, by signal or on the bus · 2 SIGTERM to all actors,
-which drain, the recorder last · 3 the console stops · 4 the embedded Redis stops (its append-only file stays) · 5 report and
-summary.
+which drain, the recorder last · 3 the console stops · 4 workers that joined by hand leave, if the run is over · 5 the embedded
+Redis stops (its append-only file stays) · 6 report and summary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +43,7 @@ from miles_async.governor.govern import govern
 from miles_async.launcher.env_report import write_env_report
 from miles_async.launcher.eval_sets import is_evaluating
 from miles_async.launcher.hooks import PROBES
+from miles_async.launcher.joined import let_go
 from miles_async.launcher.local import LocalPlacer, fork_servers
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.place import Place, bus_config
@@ -248,10 +248,11 @@ class Launcher:
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
             return failure.status, 0
         finished = await finished_step(bus, self._place.num_rollout)
-        if finished:  # workers that joined by hand would keep their GPUs for ever
-            with suppress(BusUnreachable, BusFull, BusWentBack):
-                await bus.commit(Commit(state={STOP_WISH: "the last step is done"}))
-        else:
+        # Workers that joined by hand would keep their GPUs.
+        within_s = settings.launch.drain_timeout_s if self._embedded is not None else 0.0
+        beats_s = settings.launch.heartbeat_s
+        await let_go(bus, supervisor.kept, finished=bool(finished), heartbeat_s=beats_s, within_s=within_s)
+        if not finished:
             print(f"run {name} stopped; the same command {AGAIN if settings.ckpt.no_save else 'goes on from its last checkpoint'}")
         return 0, finished
 

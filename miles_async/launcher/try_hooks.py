@@ -63,12 +63,14 @@ OUTSIDE = ("aiohttp", "httpx", "requests", "urllib3")
 
 
 class Ask(msgspec.Struct):
-    """`paths`: setting -> dotted path. `sample`: what a reward function is given. `deadline_s`: for one call of it."""
+    """`paths`: setting -> dotted path. `sample`: what a reward function is given. `deadline_s`: for one call of a reward,
+    `rollout_s`: for a rollout."""
 
     paths: dict[str, str]
     sample: Sample
     reward_key: str = ""
     deadline_s: float = 30.0
+    rollout_s: float = 30.0
     data: DataSpec | None = None
     group_rm: bool = False
     values: dict[str, Any] = {}
@@ -92,7 +94,7 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
     if field == "dynamic_sampling_filter_path":
         hook = judge_of(hook, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
     if field == "rollout_function_path":
-        return asyncio.run(function_problem(path, ask.values, _task(ask), deadline_s=ask.deadline_s))
+        return asyncio.run(function_problem(path, ask.values, _task(ask), deadline_s=ask.rollout_s))
     if field == "environment_path":
         kind = hook
         hook = lambda task: kind().reset(task)  # noqa: E731
@@ -124,7 +126,7 @@ def _rollout_problem(path: str, ask: Ask) -> str:
     """A program is run on an engine that says two tokens a turn."""
     program = program_of(path, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
     world = ask.paths.get("environment_path", "")
-    return asyncio.run(rollout_problem(program, _task(ask), deadline_s=ask.deadline_s, world=world))
+    return asyncio.run(rollout_problem(program, _task(ask), deadline_s=ask.rollout_s, world=world))
 
 
 def _task(ask: Ask) -> SampleTask:

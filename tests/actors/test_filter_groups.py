@@ -11,7 +11,7 @@ import pytest
 from actors.filter.groups import GroupTable, Half, leaves_now, tips
 from actors.filter.judges import JUDGES, judge
 from bus.messages.groups import OpenGroup
-from bus.messages.samples import RolloutLost, Scored
+from bus.messages.samples import Episode, Response, RolloutLost, Scored, Strand
 from bus.messages.versions import VersionSpan
 from bus.streams.entry import Entry
 from bus.topology import SCORED
@@ -135,6 +135,13 @@ def masked(one: Scored) -> Scored:
     return msgspec.structs.replace(one, rollout=msgspec.structs.replace(one.rollout, response=response))
 
 
+def rewritten(one: Scored, earlier: Scored) -> Scored:
+    """One whose history was rewritten when nothing was left to say: all of it is in the trajectory before."""
+    before = Strand(one.rollout.task.prompt_tokens, earlier.rollout.response)
+    rollout = msgspec.structs.replace(one.rollout, response=Response(), episode=Episode(earlier=(before,)))
+    return msgspec.structs.replace(one, rollout=rollout)
+
+
 @pytest.mark.parametrize(
     ("name", "members", "reason"),
     [
@@ -147,6 +154,8 @@ def masked(one: Scored) -> Scored:
         ("none", [member(0, 1.0), member(1, math.nan)], "reward_not_finite"),
         ("none", [masked(member(0)), masked(member(1))], "nothing_to_train"),
         ("none", [masked(member(0)), member(1)], None),
+        ("none", [rewritten(member(0), member(0)), rewritten(member(1), masked(member(1)))], None),
+        ("none", [rewritten(member(0), masked(member(0)))], "nothing_to_train"),
         ("no_truncation", [member(0), member(1, finish="length")], "truncated"),
         ("no_truncation", [member(0), member(1)], None),
     ],

@@ -14,7 +14,7 @@ from bus import Bus, Commit, Guard
 from bus.ledger import read_accounts
 from bus.messages.base import pack_floats, pack_ints
 from bus.messages.groups import OpenGroup
-from bus.messages.policy import StepDone
+from bus.messages.policy import PolicyAnnounced, StepDone, WeightManifest
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import DEAD, PARKED, POLICY, PREFIXES, TAIL
@@ -100,9 +100,9 @@ async def test_what_starts_again_has_its_tokens_booked_as_dropped(redis_url: str
     async with open_bus(redis_url, run_name) as bus:
         await listed(bus, 1, 2)
         version = PolicyVersion(5, 4)
-        await put(bus, POLICY, StepDone(step=4, version=version, trained_on=version, groups=()))
+        await put(bus, POLICY, PolicyAnnounced(version=version, manifest=WeightManifest()))
         async with running(bus, "partial", run, PartialSpec(buffer_filter="restart_stale")) as context:
-            # The step is heard by a task of its own: what comes before it is heard resumes.
+            # The version is heard by a task of its own: what comes before it is heard resumes.
             for attempt in range(100):
                 await put(bus, PARKED, parked(1, 0))
                 await moved(bus, attempt + 1)
@@ -112,7 +112,18 @@ async def test_what_starts_again_has_its_tokens_booked_as_dropped(redis_url: str
             assert found[-1].response.n_tokens == 0 and found[-1].response.spans == ()
             await put(bus, PARKED, parked(2, 4))
             assert (await moved(bus, attempt + 2))[-1].response.n_tokens == 2
-        assert (await read_accounts(bus)).tokens_dropped == {"restarted": 2}
+            # Steps that are not published yet make nothing older: what started again would be as old at once, for ever.
+            newer = PolicyVersion(8, 7)
+            await put(bus, POLICY, StepDone(step=7, version=newer, trained_on=newer, groups=()))
+            await put(bus, POLICY, PolicyAnnounced(version=PolicyVersion(6, 5), manifest=WeightManifest()))
+            for more in range(100):
+                await put(bus, PARKED, parked(1, 3))
+                await moved(bus, attempt + 3 + more)
+                if context.counters["prefixes/restart"] > 1:
+                    break
+            await put(bus, PARKED, parked(2, 4))
+            assert (await moved(bus, attempt + 4 + more))[-1].response.n_tokens == 2
+        assert (await read_accounts(bus)).tokens_dropped == {"restarted": 4}
 
 
 def drop_first(step: int, waiting: Sequence[Waiting]) -> list[Plan]:

@@ -9,7 +9,9 @@ import msgspec
 
 from actors.reward.actor import run
 from actors.reward.spec import RewardSpec
-from bus.messages.samples import Episode, RolloutLost
+from bus import Commit
+from bus.messages.groups import OpenGroup
+from bus.messages.samples import Episode, RolloutLost, Scored
 from bus.topology import DEAD, ROLLOUTS, SCORED
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.actors.test_reward_actor import OPEN, done, scored_and_lost
@@ -59,3 +61,22 @@ async def test_with_group_rm_a_prompt_is_scored_when_all_its_samples_are_here(
             assert sorted(type(m).__name__ for m in members) == ["RolloutLost", "Scored"], group
         letters = await messages(bus, DEAD)
         assert "broken for a group" in " ".join(letter.error for letter in letters)
+
+
+async def test_a_member_whose_siblings_were_scored_alone_before_waits_for_none(
+    redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    """The run was started again with --group-rm: a sibling of g1 is at the filter, one of g2 has left it in a part."""
+    (tmp_path / "hook.py").write_text("def hook(samples):\n    return [len(samples) / 4 for _ in samples]\n")
+    told = {"custom_rm_path": f"{tmp_path / 'hook.py'}:hook", "group_rm": True, "max_retries": 0, "n_workers": 1}
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, **told)
+    alone = Scored(rollout=done(1, 0, "a"), reward=1.0, rewards={}, scorer="exact_match")
+    left = OpenGroup(group_id="g2", prompt_id="p2", n_samples=2, members=(1,), rewards={0: 1.0})
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
+        await bus.commit(Commit(open_groups={"g2": msgspec.msgpack.encode(left)}))
+        await put(bus, SCORED, alone)
+        async with running(bus, "reward-0", run, spec):
+            await put(bus, ROLLOUTS, done(1, 1, "b"), done(2, 1, "c"), done(3, 0, "d"), done(3, 1, "e"))
+            found = await scored_and_lost(bus, 5)
+    rewards = {name: scored.reward for name, scored in found.items() if isinstance(scored, Scored)}
+    assert rewards == {"g1/0": 1.0, "g1/1": 0.25, "g2/1": 0.25, "g3/0": 0.5, "g3/1": 0.5}

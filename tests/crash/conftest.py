@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -77,14 +78,27 @@ def keep(runs: Sequence[Run], name: str) -> Path:
     return kept
 
 
+@contextmanager
+def _toy(warm: Path | None, task: str) -> Iterator[Path]:
+    if warm is not None:
+        yield shared_toy(warm, task)
+        return
+    with TemporaryDirectory(prefix="ma-toy-") as directory:
+        yield make_toy(Path(directory) / "toy", task)
+
+
 @pytest.fixture(scope="session")
 def toy(warm: Path | None) -> Iterator[Path]:
     """Model and prompts, made once for all workers of a session; nobody writes there."""
-    if warm is not None:
-        yield shared_toy(warm)
-        return
-    with TemporaryDirectory(prefix="ma-toy-") as directory:
-        yield make_toy(Path(directory) / "toy")
+    with _toy(warm, "arithmetic") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def talking_toy(warm: Path | None) -> Iterator[Path]:
+    """The one with a chat template."""
+    with _toy(warm, "steps") as made:
+        yield made
 
 
 @pytest.fixture

@@ -146,6 +146,10 @@ class Run:
         """A value the run was given."""
         return self._tables[table][name]
 
+    def given(self, table: str, name: str) -> Any:
+        """The same, None where it was not given."""
+        return self._tables.get(table, {}).get(name)
+
     # -- life ---------------------------------------------------------------------------------------------------
 
     def start(self, *, fault: str = "", flags: tuple[str, ...] = (), wrap: tuple[str, ...] = ()) -> None:
@@ -309,9 +313,13 @@ class Run:
 
     def until_it_listens(self) -> None:
         """Wait until the launcher may be signalled: before, a signal only ends its process."""
+        self.until("a launcher that listens", self.listens)
+
+    def listens(self) -> bool:
+        """Whether it may be signalled. Its bus and the run's identity are there by then."""
         assert self.launcher is not None
-        pid, file = str(self.launcher.pid), self.dir / "launcher.pid"
-        self.until("a launcher that listens", lambda: file.exists() and file.read_text().strip() == pid)
+        file = self.dir / "launcher.pid"
+        return file.exists() and file.read_text().strip() == str(self.launcher.pid)
 
     def saved(self) -> int:
         """Step of the newest durable checkpoint, 0 without one."""

@@ -7,17 +7,20 @@ epoch was skipped · 5 no trained token is older than the bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from actors.runtime.staleness import bound_in_steps
 from actors.sampler.actor import Position
 from actors.sampler.order import permutation
 from actors.trainer.checkpoint import latest
 from actors.trainer.record import read_record
 from bus import Bus, ledger
+from bus.knobs.live import read_history, values_at
+from bus.messages.control import KnobPatch
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import ALREADY_TRAINED, Checkpointed, Finished, GroupsGivenUp, Restored, StepDone
 from bus.messages.versions import staleness
@@ -37,6 +40,7 @@ class Facts(msgspec.Struct, kw_only=True):
     open_samples: set[str]
     sampler: str
     results: list[Any]
+    knobs: list[KnobPatch]
 
 
 def lineage(policy: Sequence[Any]) -> dict[int, StepDone]:
@@ -65,6 +69,7 @@ async def read_facts(bus: Bus) -> Facts:
         },
         sampler=await bus.state("sampler"),
         results=[await bus.message(e) for e in await bus.scan_all(EVAL_RESULTS)],
+        knobs=await read_history(bus),
     )
 
 
@@ -72,7 +77,7 @@ def judge(
     run: Run, *, whole_policy: bool = True, steps: int | None = None, n_prompts: int = N_PROMPTS, tuned: bool = False
 ) -> Facts:
     """Assert all of it. `whole_policy` False: the bus was lost on the way, so that it knows the later part only. `tuned`: its
-    settings were not always these, so 4 and 5 are not asked."""
+    settings were not always these, so each step is held to the bound of its knobs."""
     server = run.server()
     try:
         facts: Facts = run.ask(read_facts)
@@ -91,12 +96,14 @@ def judge(
     assert len(samples) == len(set(samples)), "a sample contributed twice"
     if whole_policy:
         _nothing_missing(facts, set(samples), int(run.setting("rollout", "n_samples_per_prompt")))
-        if not tuned:
-            _prompts_in_order(facts, done, n_prompts, seed=42)
+        _prompts_in_order(facts, done, n_prompts, seed=42, shuffle=bool(run.setting("rollout", "rollout_shuffle")))
     if wanted == run.steps:
         assert latest(run.checkpoints) == wanted
-    if not tuned:
-        _within_the_bound(run, done)
+    bounds = {m.knob_epoch: int(run.setting("rollout", "max_weight_staleness")) for m in done.values()}
+    for epoch in bounds if tuned else ():
+        knobs = values_at(facts.knobs, epoch)
+        bounds[epoch] = bound_in_steps(knobs.max_weight_staleness, knobs.update_weights_interval)
+    _within_the_bound(run, done, bounds)
     _accounts_agree(facts, done, whole_policy)
     return facts
 
@@ -122,7 +129,7 @@ def _given_up(facts: Facts) -> list[GroupsGivenUp]:
     return [m for m in found if any(why != ALREADY_TRAINED for _, why in m.groups)]
 
 
-def _prompts_in_order(facts: Facts, done: dict[int, StepDone], n_prompts: int, *, seed: int) -> None:
+def _prompts_in_order(facts: Facts, done: dict[int, StepDone], n_prompts: int, *, seed: int, shuffle: bool) -> None:
     again = sum(len(m.prompts) for m in facts.policy if isinstance(m, GroupsGivenUp) and m.reissue)
     if again:
         return  # prompts that were issued again shift the order
@@ -130,14 +137,14 @@ def _prompts_in_order(facts: Facts, done: dict[int, StepDone], n_prompts: int, *
     prompts |= {v.group_id: v.prompt_id for v in facts.verdicts if v.prompt_id}
     for group, prompt in prompts.items():
         epoch, position = divmod(int(group[1:]) - 1, n_prompts)
-        row = permutation(parts=[(n_prompts, 0.0)], run_seed=seed, epoch=epoch, shuffle=True)[position]
+        row = permutation(parts=[(n_prompts, 0.0)], run_seed=seed, epoch=epoch, shuffle=shuffle)[position]
         assert prompt == f"p{row}", f"{group} should be of prompt p{row}, is of {prompt}"
 
 
-def _within_the_bound(run: Run, done: dict[int, StepDone]) -> None:
-    """The trainer's own figure of the oldest token that had gradient, and the recorded batches beside it."""
-    bound = int(run.setting("rollout", "max_weight_staleness"))
+def _within_the_bound(run: Run, done: dict[int, StepDone], bounds: Mapping[int, int]) -> None:
+    """The trainer's own figure of the oldest token that had gradient, and the recorded batches beside it. `bounds` by epoch."""
     for step, message in done.items():
+        bound = bounds[message.knob_epoch]
         assert message.metrics.get("train/staleness_max", 0.0) <= bound, f"step {step}: {message.metrics}"
         file = Path(str(run.setting("ckpt", "save_debug_rollout_data")).replace("{rollout_id}", str(step - 1)))
         record = read_record(file)

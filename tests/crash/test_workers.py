@@ -115,6 +115,25 @@ def test_a_worker_that_joined_outlives_the_runs_own(run_of: Launch) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_joined_leaves_with_a_run_that_has_finished(run_of: Launch) -> None:
+    """Its bus is the run's own server, which waits for it."""
+    run = run_of({"rollout": {"num_rollout": 20}})
+    run.start()
+    run.until_step(1)
+    guest = join(run, "guest")
+    try:
+        until_it_works(run, "guest")
+        run.finish()
+        assert guest.wait(20) == 0
+    finally:
+        guest.kill()
+        guest.wait()
+    said = (run.home / "guest.log").read_text()
+    assert "ERROR" not in said and "the bus is away" not in said, said
+    judge(run)
+
+
+@pytest.mark.slow
 def test_a_worker_that_stayed_takes_the_settings_of_the_next_start(run_of: Launch) -> None:
     """And nobody else its name meanwhile."""
     run = run_of({"rollout": {"num_rollout": 100_000}})

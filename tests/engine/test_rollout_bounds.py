@@ -104,6 +104,6 @@ async def test_a_program_that_blocks_its_worker_is_named_and_ends_it() -> None:
 def test_each_program_is_tried_before_a_run_starts(name: str, problem: str) -> None:
     made = Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
     field = "custom_generate_function_path"
-    ask = Ask(paths={field: f"tests.engine.{name}"}, sample=made, deadline_s=0.5, values={"plus": 7})
+    ask = Ask(paths={field: f"tests.engine.{name}"}, sample=made, deadline_s=2.0, rollout_s=0.5, values={"plus": 7})
     found = problem_of(field, ask.paths[field], ask)
     assert problem in found and bool(problem) == bool(found)

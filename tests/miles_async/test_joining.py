@@ -12,16 +12,18 @@ import pytest
 
 from actors.runtime.context import STOP_WISH, Context
 from bus import Bus, BusConfig, Commit
-from bus.errors import BusRefused
+from bus.errors import BusRefused, BusUnreachable
 from bus.identity import Identity, hold_name, holder_of, read_identity, write_identity
 from miles_async.cli import worker
 from miles_async.cli.app import main
 from miles_async.cli.staying import ME, Stay, take_name
+from miles_async.launcher.joined import DONE, let_go
 from miles_async.launcher.place import Place
 from miles_async.launcher.prepare import claim_identity, engine_token
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 from tests.actors.house import open_bus, running, until
+from tests.bus.suite.clock import ManualClock
 from tests.miles_async.console_data import vitals
 
 DEAD_PID = 2**22 + 1  # above what the kernel gives
@@ -178,3 +180,58 @@ async def test_a_worker_of_a_run_that_has_stopped_is_refused_before_it_boots(red
     worker.add_arguments(parser)
     with pytest.raises(BusRefused, match="has finished or was stopped"):
         await worker._spec(parser.parse_args(["--bus", redis_url, "--run", run_name]))
+
+
+@pytest.mark.parametrize(("finished", "wish", "waits"), [(True, DONE, True), (False, "stop@node7:1", True), (False, "", False)])
+async def test_workers_that_joined_are_waited_for_before_the_runs_own_bus_ends(
+    redis_url: str, run_name: str, finished: bool, wish: str, waits: bool
+) -> None:
+    clock = ManualClock()
+    others = {
+        "generation-0": vitals("generation-0", "generation"),  # ours
+        "killed": vitals("killed", "generation", pid=DEAD_PID),
+        "left": vitals("left", "generation", state="stopped"),
+        "silent": vitals("silent", "generation", processes="elsewhere"),
+        "evaluator": vitals("evaluator"),
+    }
+    async with Bus(BusConfig(url=redis_url, run=run_name), clock=clock) as bus:
+        for name, said in others.items():
+            await bus.set_vitals(name, said)
+        await bus.link.run("HINCRBY", bus.keys.heard, "silent", -60_000)
+        await bus.set_vitals("guest", vitals("guest", "generation"))
+        if not finished:
+            await bus.commit(Commit(state={STOP_WISH: wish}))
+        going = asyncio.create_task(let_go(bus, ["generation-0"], finished=finished, heartbeat_s=2.0, within_s=60.0))
+        await until(lambda: _true(going.done() or clock.sleeping > 0))
+        assert going.done() != waits and await bus.state(STOP_WISH) == wish
+        if waits:
+            await bus.set_vitals("guest", vitals("guest", "generation", state="draining"))
+            await clock.advance(0.2)
+            await until(lambda: _true(going.done() or clock.sleeping > 0))
+            assert not going.done(), "it parks what it holds"
+            await bus.set_vitals("guest", vitals("guest", "generation", state="stopped"))
+            await clock.advance(0.2)
+        await going
+        if waits:  # one that never leaves keeps nobody for ever
+            await bus.set_vitals("guest", vitals("guest", "generation"))
+            await let_go(bus, ["generation-0"], finished=finished, heartbeat_s=2.0, within_s=0.01)
+
+
+async def _true(seen: bool) -> bool:
+    return seen
+
+
+async def test_a_server_that_is_loading_is_away_and_refuses_nobody() -> None:
+    """Who waits for the bus to come back asks again."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(4096):
+            writer.write(b"-LOADING Valkey is loading the dataset in memory\r\n" * 4)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        parser = argparse.ArgumentParser()
+        worker.add_arguments(parser)
+        with pytest.raises(BusUnreachable, match="loading the dataset"):
+            await worker._spec(parser.parse_args(["--bus", f"redis://127.0.0.1:{port}", "--run", "r"]))
