@@ -227,14 +227,10 @@ class Evaluator:
 
     async def handle(self, entry: Entry, member: Scored | RolloutLost) -> Commit | None:
         """Collect; with the last one, answer and acknowledge all in one commit."""
-        if isinstance(member, Scored):
-            sample_id, group_id = member.rollout.task.sample_id, member.rollout.task.group_id
-        else:
-            sample_id, group_id = member.sample_id, member.group_id
+        group_id, number = member.group_id, index_of(member.sample_id)
         if group_id == f"e{self._given_up}":
             self._context.count("evaluation_given_up")
             return Commit(ack=(entry,))
-        number = index_of(sample_id)
         await self._expected(group_id, number)
         members = self._members.setdefault(group_id, {})
         if number in members and members[number][0].id != entry.id:
@@ -279,8 +275,7 @@ class Evaluator:
     async def _buried(self, entry: Entry, member: Scored | RolloutLost | None, error: str) -> Commit:
         """What follows a dead score: its sample comes again as lost, and is no duplicate then."""
         if member is not None:
-            task = member.rollout.task if isinstance(member, Scored) else member
-            members, number = self._members.get(task.group_id, {}), index_of(task.sample_id)
+            members, number = self._members.get(member.group_id, {}), index_of(member.sample_id)
             if number in members and members[number][0].id == entry.id:
                 del members[number]
         return await as_lost(self._context, _dead)(entry, member, error)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.evaluator.actor import EvaluatorSpec, run
@@ -106,6 +107,21 @@ async def test_scores_that_wait_are_of_an_evaluation_that_is_given_up(redis_url:
         await put(bus, EVAL_SCORED, *(answer(t, 1.0, SPAN) for t in tasks))
         async with running(bus, "evaluator", run, spec_of(tmp_path, "new"), run_dir=str(tmp_path)) as context:
             await given_up(bus, context, 4)
+
+
+async def test_an_evaluation_that_is_over_is_not_gone_on_with_by_larger_sets(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    """Samples that only the new sets have would be issued under the old step, or waited for: a run never ended."""
+    async with opened(redis_url, run_name, tmp_path, old=2, new=4) as bus:
+        async with running(bus, "evaluator", run, spec_of(tmp_path, "old"), run_dir=str(tmp_path)):
+            await put(bus, ACTIVE, active(0))
+            await issued(bus, 2)
+            await put(bus, EVAL_SCORED, *(answer(t, 1.0, SPAN) for t in await begun(bus, 2)))
+            await results(bus, 1)
+        more = msgspec.structs.replace(spec_of(tmp_path, "new"), max_in_flight=1)
+        async with running(bus, "evaluator", run, more, run_dir=str(tmp_path)):
+            await put(bus, ACTIVE, active(1))
+            [task] = await issued(bus, 1)
+            assert (task.group_id, task.n_samples) == ("e1", 4)
 
 
 async def test_an_evaluation_is_given_up_by_a_run_that_has_no_more_data_sets(redis_url: str, run_name: str, tmp_path: Path) -> None:
