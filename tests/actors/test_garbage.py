@@ -318,7 +318,7 @@ async def test_what_is_met_again_and_again_is_said_once_and_counted(redis_url: s
     async with open_bus(redis_url, run_name) as bus:
         async with running(bus, "partial", partial, PartialSpec()) as context:
             for stream in [PARKED] * 150 + [POLICY] * 30:
-                fields = ["type", "policy.step", "id", "g9/0", "group", "g9", "body", b"\xc1"]
+                fields = ["type", "policy.announced", "id", "g9/0", "group", "g9", "body", b"\xc1"]
                 await bus.link.run("XADD", bus.keys.stream(stream.name), "*", *fields)
             await until(lambda: length_is(bus, DEAD, 150))
             await until(lambda: _counted(context, "refused/log/policy"))
