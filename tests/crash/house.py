@@ -253,8 +253,9 @@ class Run:
 
     def pid(self, actor: str) -> int:
         """The living process of an actor."""
-        until(f"a process of {actor}", lambda: bool(self.pids(actor)))
-        return self.pids(actor)[0]
+        found: list[int] = []  # of one look: it may be about to die
+        until(f"a process of {actor}", lambda: bool(found.extend(self.pids(actor)) or found))
+        return found[0]
 
     @property
     def keeps_its_redis(self) -> bool:
