@@ -156,15 +156,18 @@ class RewardRoom:
             return ""
         bus = self._context.bus
         raw = (await bus.hash_of(bus.keys.open_groups)).get(group_id)
-        # Last: behind it nothing is waited for, so that a sibling that is lost meanwhile finds this one here.
         types = {entry.fields.get("type") for entry in await bus.scan_all(SCORED) if entry.fields.get("group") == group_id}
+        # Last: from here on nothing is waited for, so a sibling that is lost later finds this one here. One that was lost before may
+        # not be on the stream yet.
+        if self._siblings.is_lost(group_id):
+            return "lost"
         if types:
             return "lost" if "rollout.lost" in types else "alone"
         return "alone" if raw and msgspec.msgpack.decode(raw, type=OpenGroup).members else ""
 
     def _unscored(self, commit: Commit, group_id: str) -> Commit:
         """The same, with all that is here of a group that will be dropped for a lost member."""
-        held = self._siblings.take(group_id) if self._siblings is not None else []
+        held = self._siblings.lose(group_id) if self._siblings is not None else []
         here = {entry.id for entry in commit.ack}
         held = [(entry, rollout) for entry, rollout in held if entry.id not in here]
         outs = [_onward(entry, _zero(rollout)) for entry, rollout in held]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from bus import Entry
 from bus.messages.groups import index_of
 from bus.messages.samples import RolloutDone
+
+REMEMBERED = 4096
+"""Groups with a lost member that are known as such. Only until what follows from it is on the bus; after that the bus tells."""
 
 
 class Siblings:
@@ -13,6 +18,7 @@ class Siblings:
     def __init__(self) -> None:
         self._groups: dict[str, dict[int, tuple[Entry, RolloutDone]]] = {}
         self._failures: dict[str, int] = {}
+        self._lost: deque[str] = deque(maxlen=REMEMBERED)
 
     def clear(self) -> None:
         """Forget everything; the entries are pending and will be read again."""
@@ -36,6 +42,16 @@ class Siblings:
         """One more failure of this group; returns how many."""
         self._failures[group_id] = self._failures.get(group_id, 0) + 1
         return self._failures[group_id]
+
+    def lose(self, group_id: str) -> list[tuple[Entry, RolloutDone]]:
+        """What is here of a group that lost a member. Whoever of it comes later is not to wait."""
+        if group_id not in self._lost:
+            self._lost.append(group_id)
+        return self.take(group_id)
+
+    def is_lost(self, group_id: str) -> bool:
+        """Whether a member of this group was lost a short time ago."""
+        return group_id in self._lost
 
     def take(self, group_id: str) -> list[tuple[Entry, RolloutDone]]:
         """What is here of a group, which is forgotten."""

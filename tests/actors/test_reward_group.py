@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 from actors.reward.actor import run
 from actors.reward.spec import RewardSpec
-from bus import Commit
+from bus import Bus, Commit, Entry
 from bus.messages.groups import OpenGroup
 from bus.messages.samples import Episode, RolloutLost, Scored
 from bus.topology import DEAD, ROLLOUTS, SCORED
@@ -80,3 +82,35 @@ async def test_a_member_whose_siblings_were_scored_alone_before_waits_for_none(
             found = await scored_and_lost(bus, 5)
     rewards = {name: scored.reward for name, scored in found.items() if isinstance(scored, Scored)}
     assert rewards == {"g1/0": 1.0, "g1/1": 0.25, "g2/1": 0.25, "g3/0": 0.5, "g3/1": 0.5}
+
+
+async def test_a_member_that_looked_for_its_siblings_before_one_was_lost_does_not_wait_for_it(
+    redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its look at the stream is answered before the loss of its sibling is there, and the answer arrives after."""
+    (tmp_path / "hook.py").write_text(GROUP_HOOK)
+    told = {"custom_rm_path": f"{tmp_path / 'hook.py'}:hook", "group_rm": True, "max_retries": 0, "n_workers": 1}
+    spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, **told)
+    seen = asyncio.Event()
+    scan = Bus.scan_all
+
+    async with open_bus(redis_url, run_name, groups=OPEN) as bus:
+
+        async def late(self: Bus, *args: Any) -> list[Entry]:
+            found = await scan(self, *args)
+            if not seen.is_set():
+                seen.set()
+                await until(lambda: _long(bus))
+            return found
+
+        monkeypatch.setattr(Bus, "scan_all", late)
+        async with running(bus, "reward-0", run, spec):
+            await put(bus, ROLLOUTS, done(1, 0, "a"))
+            await asyncio.wait_for(seen.wait(), 20)
+            await put(bus, ROLLOUTS, RolloutLost(sample_id="g1/1", group_id="g1", n_samples=2, reason="evicted"))
+            found = await scored_and_lost(bus, 2)
+    assert isinstance(found["g1/1"], RolloutLost) and isinstance(one := found["g1/0"], Scored) and one.scorer == "none"
+
+
+async def _long(bus: Bus) -> bool:
+    return await bus.length(SCORED) > 0
