@@ -157,8 +157,8 @@ class RewardRoom:
         bus = self._context.bus
         raw = (await bus.hash_of(bus.keys.open_groups)).get(group_id)
         types = {entry.fields.get("type") for entry in await bus.scan_all(SCORED) if entry.fields.get("group") == group_id}
-        # Last: from here on nothing is waited for, so a sibling that is lost later finds this one here. One that was lost before may
-        # not be on the stream yet.
+        # Last: from here on nothing is waited for, so a sibling that is lost later finds this one here. One that was lost before
+        # may not be on the stream yet.
         if self._siblings.is_lost(group_id):
             return "lost"
         if types:
