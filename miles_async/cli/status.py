@@ -29,10 +29,21 @@ def run(args: argparse.Namespace) -> int:
         if args.as_json:
             print_json(await document(bus))
         else:
-            print(as_text(await read_snapshot(bus), await read_standing(bus)))
+            snapshot = await read_snapshot(bus)
+            print(as_text(snapshot, await read_standing(bus), await _unheard(bus, snapshot)))
         return 0
 
     return on_bus(args, body)
+
+
+async def _unheard(bus: "Bus", snapshot: "Snapshot") -> tuple[str, ...]:
+    """Why heartbeats may not arrive though their actors live: what is wrong with the Redis, where an actor is silent."""
+    if all(actor.life == "alive" for actor in snapshot.actors):
+        return ()
+    from miles_async.console.doctor.streams import faults_of
+    from miles_async.console.server import read_server
+
+    return tuple(fault.text for fault in faults_of(await read_server(bus)) if fault.level == "error")
 
 
 async def document(bus: "Bus") -> dict[str, Any]:
@@ -82,8 +93,8 @@ def stream_json(facts: "StreamFacts") -> dict[str, Any]:
     return found | {"data": facts.is_data, "bytes": facts.n_bytes, "newest_age_s": round(facts.newest_age_s, 3)}
 
 
-def as_text(snapshot: "Snapshot", governor: "Standing | None" = None) -> str:
-    """Three blocks: where training stands, actors, streams."""
+def as_text(snapshot: "Snapshot", governor: "Standing | None" = None, unheard: tuple[str, ...] = ()) -> str:
+    """Three blocks: where training stands, actors, streams. `unheard`: why heartbeats may not have arrived."""
     from miles_async.console.lines import busy_text, ledger_line, waits_text
     from miles_async.console.text import duration, human_bytes, plural, table
 
@@ -101,6 +112,7 @@ def as_text(snapshot: "Snapshot", governor: "Standing | None" = None) -> str:
                 f"on them, the trainer waited {waited_s:.1f} s for them"
             )
 
+    head += [f"{why}; actors that are silent below may be at work, for their heartbeats cannot arrive" for why in unheard]
     rows = []
     for actor in snapshot.actors:
         v = actor.vitals

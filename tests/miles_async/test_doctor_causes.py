@@ -6,39 +6,31 @@ causes in a real run are in tests/crash/test_doctor.py.
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import math
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from redis.exceptions import ResponseError
 
 from actors.recorder.history import Step, history_of
 from actors.runtime.host import room_left
 from bus import Bus
-from bus.client import connect
 from bus.identity import Identity, write_identity
 from bus.messages.control import CREDITS, Event
 from bus.messages.groups import GroupVerdict
 from bus.messages.policy import Checkpointed
-from bus.server.binary import find_server
 from bus.topology import EVAL_PROMPTS, EVENTS, POLICY, ROLLOUTS, SCORED, VERDICTS
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.doctor.finding import Finding
 from miles_async.console.scene import Scene, read_scene
-from miles_async.console.server import parse_info
 from tests.miles_async.console_data import Story, config, task, vitals
 
 HEALTHY = Path(__file__).parent / "healthy"
@@ -292,78 +284,6 @@ async def test_an_engine_of_a_worker_that_was_told_to_end_is_no_concern(redis_ur
         assert "engine failing" in {f.rule for f in diagnose(await read_scene(bus))}
         await story.alive(vitals("generation-1", "generation", state="stopped"))
         assert "engine failing" not in {f.rule for f in diagnose(await read_scene(bus))}
-
-
-@contextmanager
-def server_of(folder: Path, *flags: str) -> Iterator[str]:
-    """A redis-server of one test's own, by its socket."""
-    with tempfile.TemporaryDirectory(prefix="ma-") as near:  # a socket's path must be short
-        url = f"unix://{near}/redis.sock"
-        words = [str(find_server().path), "--port", "0", "--unixsocket", f"{near}/redis.sock", "--dir", str(folder), *flags]
-        process = subprocess.Popen(
-            [*words, "--appendonly", "yes", "--maxmemory-policy", "noeviction"], stdout=subprocess.DEVNULL
-        )
-        try:
-            end = time.monotonic() + 20
-            while not Path(near, "redis.sock").exists():
-                assert time.monotonic() < end and process.poll() is None
-                time.sleep(0.01)
-            yield url
-        finally:
-            process.kill()
-            process.wait()
-
-
-async def fill(bus: Bus) -> None:
-    """As much memory as is there."""
-    used = parse_info(await bus.server_info()).used_memory
-    await bus.link.run("CONFIG", "SET", "maxmemory", used + 400_000)
-    somebody = connect(bus.config.url)
-    with pytest.raises(ResponseError):
-        for n in range(100):
-            await somebody.set(f"other:{n}", "x" * 20_000)
-    await somebody.aclose()
-
-
-async def lose_disk(bus: Bus) -> None:
-    """Its folder goes away while it writes a snapshot."""
-    await bus.link.run("CONFIG", "SET", "appendonly", "no")
-    _, folder = await bus.link.run("CONFIG", "GET", "dir")
-    await bus.link.run("CONFIG", "SET", "save", "1 1")
-    shutil.rmtree(folder)
-    await bus.link.run("BGSAVE")
-    async with asyncio.timeout(20):
-        while parse_info(await bus.server_info()).snapshot_ok:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
-def setting(*words: str) -> Callable[[Bus], Awaitable[None]]:
-    async def do(bus: Bus) -> None:
-        await bus.link.run(*words)
-
-    return do
-
-
-@pytest.mark.parametrize(
-    ("harm", "rule", "said"),
-    [
-        (fill, "memory", "at the limit writers wait"),
-        (setting("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"), "eviction", "allkeys-lru"),
-        (setting("CONFIG", "SET", "appendonly", "no"), "persistence", "no append-only file"),
-        (setting("REPLICAOF", "127.0.0.1", "1"), "role", "takes no writes"),
-        (lose_disk, "snapshot", "cannot write its snapshot and refuses writes"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
-)
-async def test_what_is_wrong_with_a_server_is_said_first(tmp_path, run_name, harm, rule, said):
-    (tmp_path / "data").mkdir()
-    with server_of(tmp_path / "data") as url:
-        async with Bus(config(url, run_name)) as bus:
-            await Story(bus).whole()
-            assert not [f for f in diagnose(await read_scene(bus)) if f.level != "info"]
-            await harm(bus)
-            found = await first(bus)
-    assert (found.rule, said in found.text) == (rule, True), found
 
 
 async def test_a_stopped_process_and_a_killed_one_are_told_apart(redis_url, run_name):

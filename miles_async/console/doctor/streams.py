@@ -9,6 +9,7 @@ from bus.topology import BY_NAME
 from miles_async.console.doctor.finding import BRIEF_S, Finding, Level
 from miles_async.console.explain import incomplete_text
 from miles_async.console.scene import Scene
+from miles_async.console.server import ServerState
 from miles_async.console.text import duration, human_bytes, plural
 
 STRAGGLER_S = 120.0  # a group kept incomplete for so long is worth a warning
@@ -16,7 +17,11 @@ STRAGGLER_S = 120.0  # a group kept incomplete for so long is worth a warning
 
 def unfit_server(scene: Scene) -> Iterator[Finding]:
     """Memory, persistence and role of the Redis."""
-    s = scene.server
+    yield from faults_of(scene.server)
+
+
+def faults_of(s: ServerState) -> Iterator[Finding]:
+    """The same, of what INFO says; those of level error may keep heartbeats from the bus."""
     for rule, why in unfit(s.role, s.eviction).items():
         yield Finding("error", rule, "redis", f"Redis {why}")
     if s.aof not in ("", "ok"):
