@@ -199,7 +199,7 @@ print("torch" in sys.modules)
 """
 
 
-def test_the_launcher_holds_no_torch_for_a_builtin_model_and_tells_why_one_cannot_be_made(tmp_path: Path) -> None:
+def test_the_launcher_holds_no_torch_for_a_builtin_model_says_that_it_is_made_and_why_one_cannot_be(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / ".models" / "arithmetic-seed4"
     directory.mkdir(parents=True)
 
@@ -208,7 +208,8 @@ def test_the_launcher_holds_no_torch_for_a_builtin_model_and_tells_why_one_canno
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
 
     (directory / "note.txt").write_text("mine", encoding="utf-8")
-    [why, torch_is_here] = told()
+    [making, why, torch_is_here] = told()
+    assert making.startswith("making the model builtin:arithmetic, once")
     assert why.startswith("hf_checkpoint = 'builtin:arithmetic': model directory") and "Remove it or name another" in why
     assert torch_is_here == "False"
     (directory / "model.safetensors").touch()
