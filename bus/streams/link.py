@@ -41,6 +41,7 @@ _REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED", "NOREPLICAS", "MASTERDOW
 _ELSEWHERE = ("READONLY", "UNBLOCKED", "MASTERDOWN")  # of a replica: the primary may be at the same address by now
 _IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): .*?: -(?=[A-Z]+ )")
 STALL_S = 1.0  # by which a wait of ours may outlast what it was to take; more, and this process did not run
+SAY_S = 5.0  # of a server that does not answer, after which it is said that it is waited for
 CLOSE_S = 3.0  # for what is queued to a server that does not answer, when nobody waits for it any more
 BATCH = 128  # commands in one pipelined write
 LOGIN = f"Put the user into --bus-url and the password into {PASSWORD} or a file named by {PASSWORD_FILE}."
@@ -130,6 +131,7 @@ class Link:
         self._scripts = {script.sha: script for script in scripts}
         self._server = ("", "")
         self._doubted = False  # a connection was lost: which server answers the next one is not known yet
+        self._said = False  # that the server is waited for
         self._wire = Wire(url)
         self._bulk, self._bulk_turn = Wire(url), asyncio.Lock()
         self._calls = 0
@@ -284,7 +286,8 @@ class Link:
         """Repeat `attempt` over lost connections until it answers or the deadline passes; also one attempt that hangs. While this
         process itself stood still (SIGSTOP, a frozen container) the server had no chance: the deadline begins anew."""
         allowed_s = self.deadline_s if deadline_s is None else deadline_s
-        until = self.clock.monotonic() + allowed_s
+        first = self.clock.monotonic()
+        until = first + allowed_s
         pause_s, refused_s = 0.02, 0.0
         while True:
             began = self.clock.monotonic()
@@ -292,7 +295,11 @@ class Link:
                 async with asyncio.timeout(allowed_s):  # a server that takes the command and never answers
                     if self._doubted:
                         await self._note_restart()
-                    return await attempt()
+                    found = await attempt()
+                    if self._said:
+                        self._said = False
+                        log.warning("Redis at %s answers again", self.shown)
+                    return found
             except AuthenticationError as error:
                 raise translate(error, self.shown) from error
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
@@ -306,6 +313,10 @@ class Link:
                         f"Redis at {self.shown} did not answer for {allowed_s:.0f} s ({why}). Start it or correct "
                         "--bus-url; unacknowledged work is still on the bus and goes on when it is back."
                     ) from error
+                if now - first >= SAY_S and not self._said:
+                    self._said = True
+                    text = "Redis at %s has not answered for %.0f s (%s). Trying for %.0f s in all"
+                    log.warning(text, self.shown, now - first, error, allowed_s)
                 # Jitter only: decides nothing. An attempt that nobody answered was a pause itself.
                 rest_s = max(0.02, pause_s * (0.5 + random.random()) - (now - began))
                 await self.clock.sleep(rest_s)

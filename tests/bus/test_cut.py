@@ -25,6 +25,7 @@ from bus.streams.link import STALL_S
 from bus.streams.redis import LIFE
 from bus.topology import EVENTS
 from tests.actors.house import KNOBS, until
+from tests.bus.suite.clock import ManualClock
 from tests.bus.suite.knobs import plain_kinds
 from tests.declared import actor_of
 
@@ -179,6 +180,30 @@ def test_the_address_of_a_connection_is_told_and_a_socket_has_none(private_redis
 
     with runner() as loop:
         assert loop.run(body()) == ("127.0.0.1", "")
+
+
+def test_a_server_that_is_waited_for_is_named_once_and_so_is_its_return(
+    private_redis: EmbeddedRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        clock = ManualClock()
+        async with Bus(config(private_redis, 60.0), clock=clock) as bus:
+            await bus.length(EVENTS)
+            await asyncio.to_thread(private_redis.kill)
+            asked = [asyncio.create_task(bus.length(EVENTS)), asyncio.create_task(bus.vitals())]
+            for _ in range(30):  # half of the deadline
+                await until(lambda: asyncio.sleep(0, clock.sleeping > 0))
+                await clock.advance(1.0)
+            await asyncio.to_thread(private_redis.start)
+            while not all(one.done() for one in asked):
+                await clock.advance(1.0)
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*asked)
+
+    with runner() as loop:
+        loop.run(body())
+    waits, back = [record.getMessage() for record in caplog.records if record.name == "bus"]
+    assert "has not answered for" in waits and waits.endswith("Trying for 60 s in all") and back.endswith("answers again")
 
 
 def test_an_actor_whose_bus_stays_away_exits_to_be_started_again(
