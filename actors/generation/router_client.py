@@ -1,7 +1,9 @@
 """A sglang-router as a worker sees it: who is registered, joining, leaving. Newer routers take POST /workers, older ones
-POST /add_worker?url=.
+POST /add_worker?url=. The newer ones answer at once and look at the engine later, in a job.
 
-Every call has the deadline it was given. RouterGone: nothing that speaks this interface answers there.
+Always true: there is one such job of an engine at a time. A router does ten at once, and each waits minutes for an engine that
+does not answer; asked again and again, it would take up no other engine either. Every call has the deadline it was given.
+RouterGone: nothing that speaks this interface answers there, or it has not done what it was asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +21,25 @@ from bus.errors import UNREADABLE, Transient
 POLL_S = 0.1
 
 
+class _Job(msgspec.Struct):
+    """What a router does about an engine: `status` is pending, processing or failed, `message` says why it failed."""
+
+    job_type: str = ""
+    status: str = ""
+    message: str | None = None
+
+    @property
+    def under_way(self) -> bool:
+        return self.job_type == "AddWorker" and self.status in ("pending", "processing")
+
+
+class _Asked(msgspec.Struct):
+    """What a newer router says of an engine that it was asked to take up, listed or not."""
+
+    worker_id: str = ""
+    job_status: _Job | None = None
+
+
 class RouterGone(Transient):
     """The router does not answer, or not as a router does."""
 
@@ -30,6 +51,7 @@ class RouterClient:
         self.url = url.rstrip("/")
         self._deadline_s = deadline_s
         self._token = token
+        self._asked: dict[str, str] = {}  # engine URL -> its id at the router, from when it was asked to take it up
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=deadline_s), headers=bearer(token))
 
     async def workers(self) -> dict[str, tuple[str, bool]]:
@@ -53,24 +75,48 @@ class RouterClient:
 
     async def register(self, engine_url: str) -> None:
         """Take part, and wait until the router uses this engine. Idempotent."""
-        known = (await self.workers()).get(engine_url.rstrip("/"))
-        if known is None:
-            body = {"url": engine_url, "worker_type": "regular"} | ({"api_key": self._token} if self._token else {})
-            status, text = await self._call("POST", "/workers", body)
-            if status in (404, 405):
-                status, text = await self._call("POST", f"/add_worker?url={quote(engine_url, safe='')}")
-            if status not in (200, 201, 202, 409):
-                raise RouterGone(f"router {self.url} refused {engine_url} (HTTP {status}): {text[:200]}")
+        url = engine_url.rstrip("/")
+        if url not in await self.workers() and not (await self._job(url)).under_way:
+            await self._ask_for(engine_url)
         try:
             async with asyncio.timeout(self._deadline_s):
-                while not (await self.workers()).get(engine_url.rstrip("/"), ("", False))[1]:  # noqa: ASYNC110
+                while not (await self.workers()).get(url, ("", False))[1]:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise RouterGone(f"router {self.url} did not take up {engine_url} within {self._deadline_s:g} s") from None
+            job = await self._job(url)
+            why = f": {job.message}" if job.message else ""
+            raise RouterGone(
+                f"router {self.url} did not take up {engine_url} within {self._deadline_s:g} s{why}"
+            ) from None
+
+    async def _ask_for(self, engine_url: str) -> None:
+        body = {"url": engine_url, "worker_type": "regular"} | ({"api_key": self._token} if self._token else {})
+        status, text = await self._call("POST", "/workers", body)
+        self._asked[engine_url.rstrip("/")] = _asked(text).worker_id
+        if status in (404, 405):
+            status, text = await self._call("POST", f"/add_worker?url={quote(engine_url, safe='')}")
+        if status not in (200, 201, 202, 409):
+            raise RouterGone(f"router {self.url} refused {engine_url} (HTTP {status}): {text[:200]}")
+
+    async def _job(self, url: str) -> _Job:
+        """What became of the last time it was asked to take this engine up. Empty when that is over, or when it does not know, as
+        after a restart."""
+        if not (known := self._asked.get(url)):
+            return _Job()
+        return _asked((await self._call("GET", f"/workers/{quote(known, safe='')}"))[1]).job_status or _Job()
 
     async def deregister(self, engine_url: str) -> None:
-        """Take no part any more; an engine that is not registered is not an error."""
-        known = (await self.workers()).get(engine_url.rstrip("/"))
+        """Take no part any more; an engine that is not registered is not an error. A job that would register it behind our back is
+        waited for: a router has no way to call it off."""
+        url, known, coming = engine_url.rstrip("/"), None, True
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while known is None and coming:
+                    coming = (await self._job(url)).under_way  # before the list: it may end in between
+                    known = (await self.workers()).get(url)
+                    await asyncio.sleep(POLL_S if known is None and coming else 0)
+        except TimeoutError:
+            raise RouterGone(f"router {self.url} is still about to take up {engine_url}") from None
         if known is None:
             return
         status, text = await self._call("DELETE", f"/workers/{quote(known[0], safe='')}")
@@ -88,3 +134,10 @@ class RouterClient:
                 return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise RouterGone(f"router {self.url} cannot be reached: {type(error).__name__} {error}".strip()) from None
+
+
+def _asked(text: str) -> _Asked:
+    try:
+        return msgspec.json.decode(text, type=_Asked)
+    except UNREADABLE:
+        return _Asked()  # an older router, which registers while we wait

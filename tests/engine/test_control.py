@@ -317,6 +317,17 @@ async def test_a_control_call_that_is_not_understood_is_refused(http: Http, targ
     assert "body refused" in answer["error"]["message"]
 
 
+async def test_who_asks_and_leaves_costs_nothing(client: SGLangClient, target: Target) -> None:
+    chunks = client.generate(long_request())
+    first = await first_chunk(chunks)
+    for _ in range(20):  # as a router that is ended between its question and the answer
+        _, asking = await asyncio.open_connection(*target.url.removeprefix("http://").split(":"))
+        asking.write(b"GET /health HTTP/1.1\r\nHost: engine\r\n\r\n")
+        await asking.drain()
+        asking.close()
+    assert len(tokens_of(await rest(chunks, first))) == LONG
+
+
 async def test_silence_and_length_of_a_request_have_deadlines(client: SGLangClient, target: Target) -> None:
     await client.pause("in_place")
     for deadlines, name in (((30.0, 0.2), "token deadline of 0.2 s"), ((0.2, 30.0), "request deadline of 0.2 s")):

@@ -169,6 +169,59 @@ async def _renewed(engine: RoutedEngine) -> bool:
     return engine.routed
 
 
+async def test_an_engine_that_answers_late_is_taken_up_at_last(
+    cold_engine: None, router: RealRouter, models: Callable[[str], tuple[Path, Path]]
+) -> None:
+    with engine_process(models("qwen3")[0], "--served-version", "3") as (url, process):
+        engine = RoutedEngine(url, router.url, **DEADLINES | {"control_deadline_s": 2.0})
+        process.send_signal(signal.SIGSTOP)
+        await engine.join()
+        assert not engine.routed
+        process.send_signal(signal.SIGCONT)
+        await until_async(lambda: _renewed(engine), "the router takes it up")
+        assert await served_by(engine, "late") == "3"
+        await engine.close()
+
+
+async def test_an_engine_that_hangs_keeps_no_other_from_the_router(
+    cold_engine: None, router: RealRouter, engines: list[str], models: Callable[[str], tuple[Path, Path]]
+) -> None:
+    hasty, patient = RouterClient(router.url, deadline_s=0.3), RouterClient(router.url, deadline_s=20.0)
+    with engine_process(models("qwen3")[0]) as (url, process):
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(12):  # more often than a router has jobs at once
+            with pytest.raises(RouterGone):
+                await hasty.register(url)
+        await patient.register(engines[0])
+        process.send_signal(signal.SIGCONT)
+    await hasty.close()
+    await patient.close()
+
+
+async def test_an_engine_that_leaves_before_it_was_taken_up_stays_out(
+    cold_engine: None, router: RealRouter, models: Callable[[str], tuple[Path, Path]]
+) -> None:
+    client = RouterClient(router.url, deadline_s=1.0)
+    with engine_process(models("qwen3")[0]) as (url, process):
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(RouterGone, match="did not take up"):
+            await client.register(url)
+        with pytest.raises(RouterGone, match="still about to take up"):
+            await client.deregister(url)
+        process.send_signal(signal.SIGCONT)
+        await until_async(lambda: _left(client, url), "the router takes it up and lets it go")
+        await until_async(lambda: _listed(client, set()), "the engine is out")
+    await client.close()
+
+
+async def _left(client: RouterClient, url: str) -> bool:
+    try:
+        await client.deregister(url)
+    except RouterGone:
+        return False
+    return True
+
+
 async def test_a_router_that_was_never_there_leaves_the_worker_on_its_engine(engines: list[str]) -> None:
     engine = RoutedEngine(engines[1], f"http://127.0.0.1:{free_port()}", **DEADLINES)
     try:

@@ -100,6 +100,22 @@ def test_a_refused_update_is_told_to_its_asker_only(model_dir: Path, tmp_path: P
     scheduler.close(20)
 
 
+def test_who_asked_and_left_costs_the_engine_nothing(model_dir: Path) -> None:
+    seen = Seen(1)
+    scheduler = start(Decoder(read_config(model_dir)), seen)
+    go_on = threading.Event()
+    busy = scheduler.call(lambda: go_on.wait(20))
+    asked: list[str] = []
+    left = scheduler.call(lambda: asked.append("who left"))
+    stays = scheduler.call(lambda: asked.append("who stays"))
+    assert left.cancel()  # as a handler's is when its client closes the connection
+    go_on.set()
+    assert busy.result(20)
+    stays.result(20)
+    assert (asked, seen.deaths) == (["who stays"], [])
+    scheduler.close(20)
+
+
 def test_a_repeatable_engine_gives_a_sample_the_same_numbers_in_any_company(model_dir: Path) -> None:
     decoder = Decoder(read_config(model_dir), repeatable=True)
     load_weights(decoder, model_dir)

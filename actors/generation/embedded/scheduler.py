@@ -86,10 +86,13 @@ class Scheduler:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` between two steps; its result or exception arrives in the future."""
+        """Run `function` between two steps; its result or exception arrives in the future. Not run if the future was cancelled
+        before its turn: whoever asked has left, and a result for nobody must not end this thread."""
         future: Future[T] = Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 result = function()
             except Exception as error:  # noqa: BLE001 - handed to whoever asked
