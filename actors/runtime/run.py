@@ -1,8 +1,8 @@
 """One process, one actor, one task group: if any task dies, the process stops before it serves another entry.
 
 Shutdown, in order: 1 SIGTERM, SIGINT or a request on the bus sets `draining` (a second signal ends at once) · 2 the room
-finishes or parks what it holds, within drain_timeout_s (drain.py) · 3 heartbeat and knob follower stop · 4 last vitals ·
-5 connections close · 6 what code of the user's started and left ends (leftovers.py).
+finishes or parks what it holds, within drain_timeout_s (drain.py) · 3 heartbeat and knob follower stop, within LAST_S · 4 last
+vitals · 5 connections close · 6 what code of the user's started and left ends (leftovers.py).
 
 Exit codes: 10 work done (not 0, which any `sys.exit()` of code that it runs would say) · 11 asked to end, and drained (restart,
 unless the run ends) · 2 refused at start (never restarted) · 65 the run ends with its cause (never restarted) · 70 crashed · 75 the
@@ -42,6 +42,7 @@ from bus.knobs.live import LiveKnobs
 R = TypeVar("R")
 EXIT_DONE, EXIT_DRAINED, EXIT_REFUSED, EXIT_RUN_ENDS = 10, 11, 2, 65
 EXIT_CRASHED, EXIT_BUS_GONE, EXIT_BUS_BACK = 70, 75, 76
+LAST_S = 5.0  # for what goes on beside the room, after its end: a bus that is away keeps nobody then
 END_AGAIN_S = 30.0  # for what was cancelled to end; engines and processes are ended meanwhile
 
 
@@ -168,9 +169,9 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
 
     parts = {
         context.name: work(),
-        "heartbeat": _heartbeat(context, over, drain),
-        "knobs": context.live_knobs.follow(over),
-        "usage": tell_usage(context, over),
+        "heartbeat": _beside(_heartbeat(context, over, drain), over),
+        "knobs": _beside(context.live_knobs.follow(over), over),
+        "usage": _beside(tell_usage(context, over), over),
         "drain": drain_watch(context, over),
     }
     try:
@@ -214,6 +215,20 @@ async def together(parts: Mapping[str, Coroutine[Any, Any, None]]) -> None:
     finally:
         if again is not None:
             again.cancel()
+
+
+async def _beside(of: Coroutine[Any, Any, None], over: asyncio.Event) -> None:
+    """Waits for its end, and no longer than LAST_S after the room's: it may wait for the bus, for as long as that may be away."""
+
+    async def limit() -> None:
+        await over.wait()
+        await asyncio.sleep(LAST_S)
+        task.cancel()
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(of)
+        limited = tasks.create_task(limit())
+        task.add_done_callback(lambda _: limited.cancel())
 
 
 async def _heartbeat(context: Context, over: asyncio.Event, drain: Callable[[], None]) -> None:

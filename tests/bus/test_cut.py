@@ -15,7 +15,7 @@ import pytest
 from actors.runtime import run as run_module
 from actors.runtime.context import Context
 from actors.runtime.loop import runner
-from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE, run_actor
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE, EXIT_DONE, run_actor
 from bus import Bus, BusConfig, Commit, Out, Tail
 from bus.knobs.live import publish_initial
 from bus.messages.control import Event
@@ -222,6 +222,28 @@ def test_an_actor_whose_bus_stays_away_exits_to_be_started_again(
     with runner() as loop:
         assert loop.run(body()) == EXIT_BUS_GONE
     assert "did not answer for 1 s" in caplog.text
+
+
+def test_an_actor_whose_work_is_done_waits_for_no_bus(private_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker that joined in the run's last moment: it heard of the end, had nothing to do, and the bus was gone."""
+    monkeypatch.setattr(run_module, "LAST_S", 0.05)
+
+    async def work(context: Context, _: None) -> None:
+        await asyncio.to_thread(private_redis.kill)
+
+        async def doubted() -> bool:
+            return context.bus.link._doubted
+
+        await until(doubted)  # heartbeat or knobs wait for it
+
+    async def body() -> int:
+        async with Bus(config(private_redis, 5.0)) as bus:
+            await publish_initial(bus, KNOBS, plain_kinds(KNOBS))
+        async with asyncio.timeout(30):
+            return await run_actor(actor_of(name="a", role="generation", bus=config(private_redis, 3600.0)), None, work)
+
+    with runner() as loop:
+        assert loop.run(body()) == EXIT_DONE
 
 
 @pytest.mark.parametrize("held", ["nothing", "another life"])
