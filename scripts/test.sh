@@ -12,8 +12,6 @@ unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, and each 
 types=$!
 trap 'kill $types 2>/dev/null || true' EXIT
 status=0
-# In a fresh clone: what every worker would compile, of ours and of others, is compiled once before they start.
-[ -d tests/__pycache__ ] || .venv/bin/python -m pytest -q --collect-only >/dev/null 2>&1 || true
 # Two workers more than processors: whole runs and actors wait for each other a good part of their time.
 .venv/bin/python -m pytest -q -n "$(($(getconf _NPROCESSORS_ONLN) + 2))" --dist worksteal "$@" || status=$?
 wait $types || status=$?

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import groupby
@@ -19,6 +20,7 @@ from hypothesis import Phase, settings
 from bus.client import PASSWORD, PASSWORD_FILE
 from bus.server import EmbeddedRedis
 from tests.warm.launched import warm_server
+from tests.warm.workers import collected
 
 LONGEST = {"far_run", "ray_run", "desk"}  # fixtures
 WHOLE_RUNS = {"run_of"} | LONGEST
@@ -92,6 +94,7 @@ def pytest_collection_finish() -> None:
 
 
 SERVER, SOCKET = pytest.StashKey[ExitStack](), pytest.StashKey["Path | None"]()
+WORKERS = pytest.StashKey[ExitStack]()
 
 
 def shared_server(config: pytest.Config) -> Path | None:
@@ -105,6 +108,17 @@ def shared_server(config: pytest.Config) -> Path | None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """In the controller: its workers are forked from one process, which has collected the tests."""
+    if sys.platform == "linux":
+        arguments = list(map(str, config.invocation_params.args))
+        command = config.stash.setdefault(WORKERS, ExitStack()).enter_context(collected(arguments))
+        for spec in specs:
+            if spec.popen and not spec.python:
+                spec.python = command
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """In the controller of pytest-xdist, before a worker starts. The controller has no tests."""
     gc.enable()
@@ -113,8 +127,9 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if SERVER in config.stash:
-        config.stash[SERVER].close()
+    for held in (SERVER, WORKERS):
+        if held in config.stash:
+            config.stash[held].close()
 
 
 @pytest.fixture(scope="session")

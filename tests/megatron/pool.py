@@ -18,8 +18,12 @@ LOADED = ["tests.megatron.loaded"]
 DEADLINE_S = 240.0  # the first job waits until the libraries are loaded: half a minute on a busy host
 
 
-def _live(pipe: Any, rank: int, function: Callable[..., Any], n: int, store: str, args: tuple[Any, ...]) -> None:
+def _live(
+    pipe: Any, rank: int, function: Callable[..., Any], n: int, store: str, compiled: bool, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
+    if not compiled:
+        torch.compiler.set_stance("force_eager")
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=n, timeout=timedelta(seconds=DEADLINE_S)
@@ -31,20 +35,22 @@ def _live(pipe: Any, rank: int, function: Callable[..., Any], n: int, store: str
 
 
 class Pool:
-    """`run(n, function, *args)` -> results by rank; a job that fails on a rank fails here, with its traceback."""
+    """`run(n, function, *args)` -> results by rank; a job that fails on a rank fails here, with its traceback. What megatron-core
+    has compiled (`jit_fuser`) runs plain unless the job is to be `compiled`: each of its processes would call a C++ compiler."""
 
     def __init__(self, directory: Path) -> None:
         self._context, self._directory, self._jobs = mp.get_context("forkserver"), directory, 0
         self._context.set_forkserver_preload(LOADED)
 
-    def run(self, n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, n: int, function: Callable[..., Any], *args: Any, compiled: bool = False) -> list[Any]:
         self._jobs += 1
         store = str(self._directory / f"store-{self._jobs}")
         members = []
         try:
             for rank in range(n):
                 ours, theirs = self._context.Pipe()
-                process = self._context.Process(target=_live, args=(theirs, rank, function, n, store, args), daemon=True)
+                told = (theirs, rank, function, n, store, compiled, args)
+                process = self._context.Process(target=_live, args=told, daemon=True)
                 process.start()
                 theirs.close()
                 members.append((process, ours))

@@ -165,6 +165,12 @@ def test_whole_groups_are_told_what_splitting_them_would_gain():
     assert "under split" in found.lines[-1]
 
 
+def test_a_run_with_fewer_groups_in_generation_than_its_bound_admits_is_told_what_all_would_give():
+    found = advice(knobs={"over_sampling_batch_size": 16})
+    assert found.now.bound == 2 and found.now.step_s > found.choices[1].step_s and found.now.running < found.choices[1].running
+    assert "Bound 2, with all that it admits in generation, masks" in found.lines[-1]
+
+
 def limit(*, wait_s=0.9, **knobs):
     """The sentence about engines that are the limit; empty where there is none."""
     lines = advice(knobs={"max_weight_staleness": 3, "engine": "sglang", **knobs}, step_s=1.3, wait_s=wait_s).lines
@@ -176,7 +182,8 @@ def test_engines_that_are_the_limit_are_named_and_the_trainers_gpus_where_they_m
     assert re.match(r"The engines are the limit: 64 slots are full, and the trainer works 3\d % of a step\.", said), said
     assert "--colocate --no-offload" in said
     for other in ({"engine": "external"}, {"colocate": True}, {"lend_trainer_gpus": True}):
-        assert limit(**other) and "--colocate" not in limit(**other)
+        said = limit(**other)
+        assert said and "--colocate" not in said
     assert not limit(wait_s=0.1)
     assert not limit(wait_s=1.29, sglang_server_concurrency=2048)
 

@@ -16,6 +16,10 @@ LOADS = {  # what is loaded before a program of ours is started, where that is m
     **dict.fromkeys((*HAND_OVER[2:], "tests.crash.toy", "tests.engine.inside_peer", "tests.trainer.broadcast_peer"), TRAINER),
     "miles_async": ("miles_async.cli.train", "miles_async.launcher.run"),
 }
+LATER = {  # what a room of a fork server would load in every run, once it is one
+    "actors.evaluator.actor": ("numpy",),
+    "actors.recorder.actor": ("tensorboard.summary.writer.event_file_writer", "tensorboard.compat.proto.event_pb2"),
+}
 
 
 def ask(path, words, *, env, paths, cwd, handles, like="self"):
@@ -25,6 +29,7 @@ def ask(path, words, *, env, paths, cwd, handles, like="self"):
     import socket
 
     modules = [FORK_SERVER, *(words[1:-1] if words[0] == FORK_SERVER else LOADS.get(words[0], words[:1]))]
+    modules += [later for name in modules for later in LATER.get(name, ())]
     told = {"modules": modules, "words": words, "env": env, "path": paths, "cwd": cwd}
     warm = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     spaces = []

@@ -55,9 +55,10 @@ def advise(history: History, *, slots: int = 0) -> Advice | None:
     seen = observe(history, slots=slots)
     if seen is None:
         return None
-    now = predict(seen, seen.rule, seen.bound, seen.slots, cap=seen.over_sampling)
     rule: Rule = "member" if seen.rule == "member" else "split"
     choices = tuple(predict(seen, rule, bound, seen.slots) for bound in BOUNDS)
+    among = seen.rule == rule and not seen.over_sampling and seen.bound in BOUNDS
+    now = choices[BOUNDS.index(seen.bound)] if among else predict(seen, seen.rule, seen.bound, seen.slots, cap=seen.over_sampling)
     fewer: tuple[Choice, ...] = ()
     if (
         seen.slowdown
