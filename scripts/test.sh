@@ -12,8 +12,8 @@ unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, and each 
 types=$!
 trap 'kill $types 2>/dev/null || true' EXIT
 status=0
-# Four workers more than processors: whole runs and actors wait for each other a good part of their time, and so do the last tests.
-.venv/bin/python -m pytest -q -n "$(($(getconf _NPROCESSORS_ONLN) + 4))" --dist worksteal "$@" || status=$?
+# Two workers more than processors: whole runs and actors wait for each other a good part of their time.
+.venv/bin/python -m pytest -q -n "$(($(getconf _NPROCESSORS_ONLN) + 2))" --dist worksteal "$@" || status=$?
 wait $types || status=$?
 cat .venv/types.txt
 exit $status
