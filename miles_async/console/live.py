@@ -92,6 +92,8 @@ async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Call
             snapshot = await read_snapshot(bus)
         except BusUnreachable:
             continue  # `_follow` says so
+        if feed.history.steps:  # it came meanwhile
+            return
         actors = [a for a in snapshot.of_role("sampler") if a.vitals.waits_for.startswith(READING)]
         actors += [a for role in ("generation", "trainer") for a in snapshot.of_role(role)[:2]]
         said = [f"{a.vitals.actor} {state_text(a)} {waits_text(a)}".rstrip() for a in actors]

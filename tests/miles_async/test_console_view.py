@@ -190,7 +190,15 @@ async def test_before_the_first_step_plain_output_says_what_is_waited_for(redis_
         said = next(line for line in out.getvalue().splitlines() if line.startswith("no step yet after"))
         assert "sampler waiting the prompts of x.jsonl to be read (my.rows gave 3 rows so far); generation-0 starting" in said
         assert "generation-0 starting the engine to boot (SGLang compiles); generation-1 running; trainer running" in said
-        await story.say(POLICY, step_done(1))
+
+        async def while_one_comes(of):
+            found = await read_snapshot(of)
+            await story.say(POLICY, step_done(1))
+            while "step 1/10" not in out.getvalue():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return found
+
+        monkeypatch.setattr("miles_async.console.live.read_snapshot", while_one_comes)
         await show(bus, tmp_path, "plain", out, until=lambda: "step 1/10" in out.getvalue())
         assert out.getvalue().rstrip().splitlines()[-1].startswith("step 1/10"), "and no more once there is one"
 

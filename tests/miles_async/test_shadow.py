@@ -173,7 +173,7 @@ async def test_a_reward_that_raises_hangs_or_floods_is_counted_and_one_that_neve
 ) -> None:
     (tmp_path / "odd.py").write_text(SETTING)
     spec = room_of(RewardSpec, tokenizer_dir="", custom_rm_path=f"{tmp_path / 'odd.py'}:odd", n_workers=2)
-    async with Rewards(spec, 0.5) as rewards:
+    async with Rewards(spec, 3.0) as rewards:  # more than a process of the pool takes to start
         rows = await rewards.compare(unit("g1", 4))
         assert [(row["sample"], row["shadow"]) for row in rows] == [("g1/2", 2.0), ("g1/3", 3.0)]
         assert rewards.left_out == {"raised": 1, "late": 1, "lost": 0}
