@@ -33,7 +33,7 @@ class _Job(msgspec.Struct):
         return self.job_type == "AddWorker" and self.status in ("pending", "processing")
 
 
-class _Asked(msgspec.Struct):
+class _Registration(msgspec.Struct):
     """What a newer router says of an engine that it was asked to take up, listed or not."""
 
     worker_id: str = ""
@@ -51,7 +51,7 @@ class RouterClient:
         self.url = url.rstrip("/")
         self._deadline_s = deadline_s
         self._token = token
-        self._asked: dict[str, str] = {}  # engine URL -> its id at the router, from when it was asked to take it up
+        self._ids: dict[str, str] = {}  # engine URL -> its id at the router, from when it was asked to take it up
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=deadline_s), headers=bearer(token))
 
     async def workers(self) -> dict[str, tuple[str, bool]]:
@@ -92,7 +92,7 @@ class RouterClient:
     async def _ask_for(self, engine_url: str) -> None:
         body = {"url": engine_url, "worker_type": "regular"} | ({"api_key": self._token} if self._token else {})
         status, text = await self._call("POST", "/workers", body)
-        self._asked[engine_url.rstrip("/")] = _asked(text).worker_id
+        self._ids[engine_url.rstrip("/")] = _registration(text).worker_id
         if status in (404, 405):
             status, text = await self._call("POST", f"/add_worker?url={quote(engine_url, safe='')}")
         if status not in (200, 201, 202, 409):
@@ -101,9 +101,9 @@ class RouterClient:
     async def _job(self, url: str) -> _Job:
         """What became of the last time it was asked to take this engine up. Empty when that is over, or when it does not know, as
         after a restart."""
-        if not (known := self._asked.get(url)):
+        if not (known := self._ids.get(url)):
             return _Job()
-        return _asked((await self._call("GET", f"/workers/{quote(known, safe='')}"))[1]).job_status or _Job()
+        return _registration((await self._call("GET", f"/workers/{quote(known, safe='')}"))[1]).job_status or _Job()
 
     async def deregister(self, engine_url: str) -> None:
         """Take no part any more; an engine that is not registered is not an error. A job that would register it behind our back is
@@ -136,8 +136,8 @@ class RouterClient:
             raise RouterGone(f"router {self.url} cannot be reached: {type(error).__name__} {error}".strip()) from None
 
 
-def _asked(text: str) -> _Asked:
+def _registration(text: str) -> _Registration:
     try:
-        return msgspec.json.decode(text, type=_Asked)
+        return msgspec.json.decode(text, type=_Registration)
     except UNREADABLE:
-        return _Asked()  # an older router, which registers while we wait
+        return _Registration()  # an older router, which registers while we wait

@@ -217,7 +217,7 @@ async def together(parts: Mapping[str, Coroutine[Any, Any, None]]) -> None:
             again.cancel()
 
 
-async def _beside(of: Coroutine[Any, Any, None], over: asyncio.Event) -> None:
+async def _beside(part: Coroutine[Any, Any, None], over: asyncio.Event) -> None:
     """Waits for its end, and no longer than LAST_S after the room's: it may wait for the bus, for as long as that may be away."""
 
     async def limit() -> None:
@@ -226,7 +226,7 @@ async def _beside(of: Coroutine[Any, Any, None], over: asyncio.Event) -> None:
         task.cancel()
 
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(of)
+        task = tasks.create_task(part)
         limited = tasks.create_task(limit())
         task.add_done_callback(lambda _: limited.cancel())
 

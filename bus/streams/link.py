@@ -131,7 +131,7 @@ class Link:
         self._scripts = {script.sha: script for script in scripts}
         self._server = ("", "")
         self._doubted = False  # a connection was lost: which server answers the next one is not known yet
-        self._said = False  # that the server is waited for
+        self._wait_told = False  # that the server is waited for
         self._wire = Wire(url)
         self._bulk, self._bulk_turn = Wire(url), asyncio.Lock()
         self._calls = 0
@@ -296,8 +296,8 @@ class Link:
                     if self._doubted:
                         await self._note_restart()
                     found = await attempt()
-                    if self._said:
-                        self._said = False
+                    if self._wait_told:
+                        self._wait_told = False
                         log.warning("Redis at %s answers again", self.shown)
                     return found
             except AuthenticationError as error:
@@ -313,8 +313,8 @@ class Link:
                         f"Redis at {self.shown} did not answer for {allowed_s:.0f} s ({why}). Start it or correct "
                         "--bus-url; unacknowledged work is still on the bus and goes on when it is back."
                     ) from error
-                if now - first >= SAY_S and not self._said:
-                    self._said = True
+                if now - first >= SAY_S and not self._wait_told:
+                    self._wait_told = True
                     text = "Redis at %s has not answered for %.0f s (%s). Trying for %.0f s in all"
                     log.warning(text, self.shown, now - first, error, allowed_s)
                 # Jitter only: decides nothing. An attempt that nobody answered was a pause itself.

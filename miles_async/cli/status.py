@@ -40,10 +40,10 @@ async def _unheard(bus: "Bus", snapshot: "Snapshot") -> tuple[str, ...]:
     """Why heartbeats may not arrive though their actors live: what is wrong with the Redis, where an actor is silent."""
     if all(actor.life == "alive" for actor in snapshot.actors):
         return ()
-    from miles_async.console.doctor.streams import faults_of
+    from miles_async.console.doctor.streams import STOPS_WRITES, faults_of
     from miles_async.console.server import read_server
 
-    return tuple(fault.text for fault in faults_of(await read_server(bus)) if fault.level == "error")
+    return tuple(fault.text for fault in faults_of(await read_server(bus)) if fault.rule in STOPS_WRITES and fault.level == "error")
 
 
 async def document(bus: "Bus") -> dict[str, Any]:
@@ -112,7 +112,7 @@ def as_text(snapshot: "Snapshot", governor: "Standing | None" = None, unheard: t
                 f"on them, the trainer waited {waited_s:.1f} s for them"
             )
 
-    head += [f"{why}; actors that are silent below may be at work, for their heartbeats cannot arrive" for why in unheard]
+    head += [f"{why}; actors that are silent below may be at work, for heartbeats may not arrive" for why in unheard]
     rows = []
     for actor in snapshot.actors:
         v = actor.vitals

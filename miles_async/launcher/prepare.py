@@ -116,7 +116,7 @@ def model_dir(settings: RunSettings, run_dir: Path) -> Path:
     directory, seed = run_dir.parent / ".models" / f"{builtin}-seed{settings.launch.seed}", str(settings.launch.seed)
     if not (directory / "model.safetensors").exists():
         if settings.launch.console != "none":
-            print(f"making the model {settings.model.hf_checkpoint}, once: half a minute, some on a busy host", flush=True)
+            print(f"making the model {settings.model.hf_checkpoint}, once; this takes half a minute or more", flush=True)
         make = [*PYTHON, "miles_async.quickstart.model", str(directory), "--task", builtin, "--seed", seed]
         try:
             subprocess.run(make, capture_output=True, text=True, check=True, timeout=MODEL_S)

@@ -195,9 +195,10 @@ def test_a_server_that_is_waited_for_is_named_once_and_so_is_its_return(
                 await until(lambda: asyncio.sleep(0, clock.sleeping > 0))
                 await clock.advance(1.0)
             await asyncio.to_thread(private_redis.start)
-            while not all(one.done() for one in asked):
-                await clock.advance(1.0)
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(30):
+                while not all(one.done() for one in asked):
+                    await clock.advance(1.0)
+                    await asyncio.sleep(0.01)
             await asyncio.gather(*asked)
 
     with runner() as loop:

@@ -114,4 +114,4 @@ def test_status_says_why_heartbeats_do_not_arrive(tmp_path, run_name, capsys):
         assert why not in run.ask("status")[1]
         run.tell(lost)
         [said] = [line for line in run.ask("status")[1].splitlines() if why in line]
-    assert said.endswith("their heartbeats cannot arrive")
+    assert said.endswith("for heartbeats may not arrive")

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -130,9 +131,14 @@ def become(what: tuple[dict[str, Any], list[int]]) -> None:
 
     rename([*PYTHON, *sys.argv])
     sys.modules.pop(sys.argv[0], None)
+    to_its_end(lambda: runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
+
+
+def to_its_end(program: Callable[[], object]) -> NoReturn:
+    """Run it, and end this process as an interpreter would, but without taking apart, and so copying, what it shares."""
     code: Any = 0
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        program()
     except SystemExit as end:
         code = end.code
     except BaseException:  # noqa: BLE001 - it ends with the words that any other would end with
@@ -142,7 +148,7 @@ def become(what: tuple[dict[str, Any], list[int]]) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else code is not None)  # without taking apart, and so copying, what it shares
+        os._exit(code if isinstance(code, int) else code is not None)
 
 
 def enter(spaces: list[int]) -> None:

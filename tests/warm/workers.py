@@ -8,7 +8,6 @@ controller; where nobody answers it is one itself. Linux only.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import json
 import os
@@ -18,7 +17,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,19 +97,9 @@ def work(handles: Sequence[int]) -> NoReturn:
     gc.disable()  # as tests/conftest.py does when it is loaded: it is enabled when the tests are there
     sys.argv = ["-c"]
     sys.modules["__main__"] = ModuleType("__main__")
-    code = 0
-    try:
-        exec("import sys; exec(eval(sys.stdin.readline()))", sys.modules["__main__"].__dict__)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else end.code is not None
-    except BaseException:  # noqa: BLE001 - it ends with the words that any other would end with
-        code = 1
-        traceback.print_exc()
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # without taking apart, and so copying, what it shares
+    from tests.warm.server import to_its_end
+
+    to_its_end(lambda: exec("import sys; exec(eval(sys.stdin.readline()))", sys.modules["__main__"].__dict__))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from miles_async.console.scene import Scene
 from miles_async.console.server import ServerState
 from miles_async.console.text import duration, human_bytes, plural
 
+STOPS_WRITES = ("role", "append-only file", "snapshot", "memory")
+"""Rules whose errors may keep a Redis from taking writes, heartbeats among them."""
 STRAGGLER_S = 120.0  # a group kept incomplete for so long is worth a warning
 
 
@@ -21,7 +23,7 @@ def unfit_server(scene: Scene) -> Iterator[Finding]:
 
 
 def faults_of(s: ServerState) -> Iterator[Finding]:
-    """The same, of what INFO says; those of level error may keep heartbeats from the bus."""
+    """The same, of what INFO says."""
     for rule, why in unfit(s.role, s.eviction).items():
         yield Finding("error", rule, "redis", f"Redis {why}")
     if s.aof not in ("", "ok"):
