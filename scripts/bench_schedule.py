@@ -31,7 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, pstdev
 from tempfile import mkdtemp
 from typing import Any
 
@@ -187,9 +187,9 @@ def row_of(
     }
 
 
-def simulated(case: Case, over_sampling: int) -> dict[str, float]:
-    """What the simulation says of the same samples."""
-    ids = (f"bench/g{1 + i // case.group:07d}/{i % case.group}" for i in itertools.count())
+def simulated(case: Case, over_sampling: int, run: str = "bench") -> dict[str, float]:
+    """What the simulation says of the same samples, or of those that a run of another name draws."""
+    ids = (f"{run}/g{1 + i // case.group:07d}/{i % case.group}" for i in itertools.count())
     seconds = (seconds_of(case.lengths, case.median_s, seed) for seed in ids)
     draws = (
         Draw(round(tokens_of(s, case.median_s, case.tokens)) if case.proportional else case.tokens, s) for s in seconds
@@ -291,10 +291,18 @@ def main() -> int:
         "--nice", type=int, help="priority of the run's processes, for a machine with other work; below 0: root"
     )
     parser.add_argument("--jobs", type=int, default=1, help="cases at once")
+    parser.add_argument("--draws", type=int, default=0, help="no run: the simulation alone, for so many other draws of samples")
     parser.add_argument("--keep", action="store_true", help="leave each run's folder, and say where it is")
     parser.add_argument("--note", default="", help="goes into the file: what this build is")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.draws:
+        for case in cases_of(args):
+            admitted = case.over_sampling or (case.bound + 1) * case.batch
+            found = [simulated(case, admitted, f"draw-{n}")["efficiency"] for n in range(args.draws)]
+            spread = f"from {min(found)} to {max(found)}, deviation {pstdev(found):.3f}"
+            print(f"{case.lengths}, {case.load}: efficiency {mean(found):.3f}, {spread}")
+        return 0
     rows: list[dict[str, Any]] = []
     facts = {
         "date": date.today().isoformat(), "machine": f"{os.cpu_count()} cores, {platform.machine()}",
