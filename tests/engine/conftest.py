@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 import torch
 
@@ -25,7 +26,6 @@ from actors.generation.sglang_client import SGLangClient
 from tests.engine.models import FAMILIES, Oracle, make_model
 from tests.engine.processes import BOOT_DEADLINE_S, until
 from tests.warm.launched import warmed
-from tests.warm.sitecustomize import WARM
 
 CONTROL_DEADLINE_S = 30.0
 ANSWER_S = 100.0  # of thousands of tokens, one by one, on a host that computes much else
@@ -38,13 +38,6 @@ def engines_are_warm(warm: Path | None) -> Iterator[None]:
         for name, value in warmed(warm, os.environ).items() if warm is not None else ():
             patch.setenv(name, value)
         yield
-
-
-@pytest.fixture
-def cold_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a test that stops the process it started: a warm engine is another one's child."""
-    monkeypatch.delenv(WARM, raising=False)
-
 
 
 @dataclass(frozen=True)
@@ -98,6 +91,13 @@ def engine_process(
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait(10)
+
+
+def serving(url: str) -> psutil.Process:
+    """The process that listens there: a warm engine is another one's child than the process that was started."""
+    port = int(url.rpartition(":")[2])
+    [pid] = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+    return psutil.Process(pid)
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from actors.generation import pace
@@ -23,7 +22,7 @@ from bus.messages.active import PolicyActive
 from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import until
-from tests.engine.conftest import Http, Target, engine_process
+from tests.engine.conftest import Http, Target, engine_process, serving
 from tests.engine.processes import until_async
 from tests.engine.workers import at_work, events, order, rollouts_of, sample, told
 
@@ -31,14 +30,14 @@ from tests.engine.workers import at_work, events, order, rollouts_of, sample, to
 @asynccontextmanager
 async def worker_on(
     model: Path, redis_url: str, run_name: str, *words: str, **knobs: Any
-) -> AsyncIterator[tuple[Bus, Worker, subprocess.Popen[str]]]:
+) -> AsyncIterator[tuple[Bus, Worker, psutil.Process]]:
     """Bus, worker and process of an engine that serves its first version."""
-    with engine_process(model, "--stream-interval", "8", *words) as (url, process):
+    with engine_process(model, "--stream-interval", "8", *words) as (url, _):
         spec = GenerationSpec(engine="external", engine_url=url, model_path=str(model))
         async with at_work(redis_url, run_name, spec, knobs=knobs) as (bus, worker):
             await until(lambda: told(bus, "joined", 1))
             await bus.append([Out(ACTIVE, order(1, model))])
-            yield bus, worker, process
+            yield bus, worker, serving(url)
 
 
 async def test_an_engine_tells_how_full_it_is(http: Http, client: SGLangClient, target: Target) -> None:
@@ -131,14 +130,13 @@ async def test_a_sample_tells_how_many_ran_beside_it_on_average_over_its_tokens(
     assert alone == 1.0
 
 
-@pytest.mark.usefixtures("cold_engine")
 async def test_the_worker_shows_the_pace_of_its_engine_and_for_how_long_it_has_been_silent(
     redis_url: str, run_name: str, models: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "LOOK_S", 0.1)
     monkeypatch.setattr(pace, "RATE_S", 0.3)
     first, _ = models("qwen3-endless")
-    async with worker_on(first, redis_url, run_name, sglang_server_concurrency=4) as (bus, worker, process):
+    async with worker_on(first, redis_url, run_name, sglang_server_concurrency=4) as (bus, worker, engine):
         await bus.append([Out(PROMPTS, sample(f"g{i}")) for i in range(40)])
         shown = worker._context.counters
 
@@ -147,13 +145,13 @@ async def test_the_worker_shows_the_pace_of_its_engine_and_for_how_long_it_has_b
             return busy and shown["engine/silent_s"] < 0.5
 
         await until(works)
-        process.send_signal(signal.SIGSTOP)
+        engine.suspend()
 
         async def silent() -> bool:
             return shown["engine/silent_s"] > 1.0
 
         await until(silent)
-        process.send_signal(signal.SIGCONT)
+        engine.resume()
         await until(works)
 
 

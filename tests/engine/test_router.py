@@ -24,7 +24,7 @@ from bus import Bus, Out
 from bus.messages.control import Event
 from bus.topology import ACTIVE, EVENTS
 from tests.actors.house import messages, open_bus, running, until
-from tests.engine.conftest import engine_process
+from tests.engine.conftest import engine_process, serving
 from tests.engine.processes import BOOT_DEADLINE_S, until_async
 from tests.engine.test_sharing import released, sharing, tell
 from tests.engine.workers import events, order, told
@@ -170,45 +170,48 @@ async def _renewed(engine: RoutedEngine) -> bool:
 
 
 async def test_an_engine_that_answers_late_is_taken_up_at_last(
-    cold_engine: None, router: RealRouter, models: Callable[[str], tuple[Path, Path]]
+    router: RealRouter, models: Callable[[str], tuple[Path, Path]]
 ) -> None:
-    with engine_process(models("qwen3")[0], "--served-version", "3") as (url, process):
+    with engine_process(models("qwen3")[0], "--served-version", "3") as (url, _):
         engine = RoutedEngine(url, router.url, **DEADLINES | {"control_deadline_s": 2.0})
-        process.send_signal(signal.SIGSTOP)
+        itself = serving(url)
+        itself.suspend()
         await engine.join()
         assert not engine.routed
-        process.send_signal(signal.SIGCONT)
+        itself.resume()
         await until_async(lambda: _renewed(engine), "the router takes it up")
         assert await served_by(engine, "late") == "3"
         await engine.close()
 
 
 async def test_an_engine_that_hangs_keeps_no_other_from_the_router(
-    cold_engine: None, router: RealRouter, engines: list[str], models: Callable[[str], tuple[Path, Path]]
+    router: RealRouter, engines: list[str], models: Callable[[str], tuple[Path, Path]]
 ) -> None:
     hasty, patient = RouterClient(router.url, deadline_s=0.3), RouterClient(router.url, deadline_s=20.0)
-    with engine_process(models("qwen3")[0]) as (url, process):
-        process.send_signal(signal.SIGSTOP)
+    with engine_process(models("qwen3")[0]) as (url, _):
+        itself = serving(url)
+        itself.suspend()
         for _ in range(12):  # more often than a router has jobs at once
             with pytest.raises(RouterGone):
                 await hasty.register(url)
         await patient.register(engines[0])
-        process.send_signal(signal.SIGCONT)
+        itself.resume()
     await hasty.close()
     await patient.close()
 
 
 async def test_an_engine_that_leaves_before_it_was_taken_up_stays_out(
-    cold_engine: None, router: RealRouter, models: Callable[[str], tuple[Path, Path]]
+    router: RealRouter, models: Callable[[str], tuple[Path, Path]]
 ) -> None:
     client = RouterClient(router.url, deadline_s=1.0)
-    with engine_process(models("qwen3")[0]) as (url, process):
-        process.send_signal(signal.SIGSTOP)
+    with engine_process(models("qwen3")[0]) as (url, _):
+        itself = serving(url)
+        itself.suspend()
         with pytest.raises(RouterGone, match="did not take up"):
             await client.register(url)
         with pytest.raises(RouterGone, match="still about to take up"):
             await client.deregister(url)
-        process.send_signal(signal.SIGCONT)
+        itself.resume()
         await until_async(lambda: _left(client, url), "the router takes it up and lets it go")
         await until_async(lambda: _listed(client, set()), "the engine is out")
     await client.close()

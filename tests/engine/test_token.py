@@ -20,7 +20,7 @@ from actors.router.actor import RouterSpec, answers, run
 from actors.runtime.child import Child, free_port
 from bus.private import write_secret
 from tests.actors.house import open_bus, running
-from tests.engine.conftest import engine_process
+from tests.engine.conftest import engine_process, serving
 from tests.engine.processes import BOOT_DEADLINE_S, until_async
 from tests.second_user import as_nobody, needs_root
 
@@ -110,7 +110,7 @@ async def test_a_workers_engine_gets_it_by_a_file_of_its_own(
     try:
         url = await process.start()
         assert (status(f"{url}/model_info"), status(f"{url}/model_info", None, TOKEN)) == (401, 200)
-        assert TOKEN not in " ".join(psutil.Process(process.pid).cmdline())
+        assert TOKEN not in " ".join(serving(url).cmdline())
         assert (tmp_path / "engine" / "api-key").stat().st_mode & 0o777 == 0o600
     finally:
         await process.stop()

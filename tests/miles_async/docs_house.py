@@ -94,6 +94,18 @@ def shown(page: str) -> list[Shown]:
     return found
 
 
+UNHURRIED = "unhurried"  # a file: while it is there a trainer with the function below leaves the processors to who looks at the run
+FUNCTIONS = f"""
+
+def lenient(sample):
+    return float(len(sample["response"]) < 40)
+
+
+def in_no_hurry(args, samples):
+    import pathlib, time
+    if pathlib.Path(__file__).with_name("{UNHURRIED}").exists():
+        time.sleep(1.5)
+"""
 COMMANDS = [command for page in PAGES for command in shown(page)]
 
 
@@ -138,7 +150,7 @@ def furnish(here: Path, toy: Path, recipe: str) -> None:
         for name, code in re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGES[page], re.M | re.S):
             (here / f"{name}.py").write_text(code)
     with (here / "my_hooks.py").open("a") as hooks:
-        hooks.write("\n\ndef lenient(sample):\n    return float(len(sample['response']) < 40)\n")
+        hooks.write(FUNCTIONS)
     [table] = re.findall(r"^```toml\n# lenient\.toml\n(.*?)^```", PAGES["command-line.md"], re.M | re.S)
     for name in ("lenient.toml", "other.toml"):
         (here / name).write_text(table)

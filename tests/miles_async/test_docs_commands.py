@@ -31,11 +31,15 @@ from miles_async.settings.miles import table as miles_flags
 from tests.crash.conftest import toy
 from tests.crash.house import Run, Tables, merged, toml_of, toy_tables, until
 from tests.floors.tree import ROOT
-from tests.miles_async.docs_house import COMMANDS, PAGES, Shown, furnish, labels, parsed, reader_env
+from tests.miles_async.docs_house import COMMANDS, PAGES, UNHURRIED, Shown, furnish, labels, parsed, reader_env
 from tests.warm.launched import warmed
 
 __all__ = ("toy",)  # a fixture
-LIVE: Tables = {"rollout": {"num_rollout": 100_000}, "ckpt": {"save_interval": 50}, "launch": {"console": "plain"}}
+LIVE: Tables = {
+    "rollout": {"num_rollout": 100_000, "rollout_sample_filter_path": "my_hooks.in_no_hurry"},
+    "ckpt": {"save_interval": 50},
+    "launch": {"console": "plain"},
+}
 STARTING = ("train", "quickstart")
 NOT_DRY = {"--multimodal-keys"}  # needs a model that sees: tests/actors/test_pictures.py
 HELP = {"--help", "--explain"}
@@ -326,6 +330,7 @@ def test_commands_about_a_run_answer_as_the_pages_show(desk: Desk) -> None:
     for name in BESIDE:
         desk.begin(name)
     run.until_step(14)  # whatif wants eight after those in which the run fills up
+    (desk.here / UNHURRIED).touch()
     desk.sample = run.ask(trained)[0]
     two_runs = desk.left.pop(("report", "quickstart", "other"))
     del desk.left["trace", "eSTEP/NUMBER"]  # of an evaluation that is stuck
@@ -344,6 +349,7 @@ def test_commands_about_a_run_answer_as_the_pages_show(desk: Desk) -> None:
         desk.end(name)
     for words in [words for words in desk.left if words[0] == "stop" and words != ("stop", "--run", "quickstart")]:
         del desk.left[words]
+    (desk.here / UNHURRIED).unlink()
     desk.try_all("stop")
     for name in ("top", "shadow"):
         desk.end(name, None)
