@@ -42,7 +42,8 @@ def pids(run: RayRun) -> dict[str, list[int]]:
     return {file.stem: run.pids(file.stem) for file in (run.dir / "actors").glob("*.json")}
 
 
-def test_a_run_that_ray_places_ends_with_its_steps_and_leaves_nothing(ray_run: Make) -> None:
+def test_a_run_that_ray_places_ends_with_its_steps_and_leaves_nothing(ray_run: Make, tmp_path: Path) -> None:
+    """Then the head of another Ray is named before a model is made: one cluster, since each takes ten seconds of a processor."""
     run = ray_run(merged(SMALL, {"rollout": {"num_rollout": 4}}), head_cpus=4)
     run.start()
     run.finish()
@@ -50,6 +51,17 @@ def test_a_run_that_ray_places_ends_with_its_steps_and_leaves_nothing(ray_run: M
     placed = [event.text.partition(" on ")[0] for event in run.events("placed")]
     assert sorted(placed) == ["generation-0", "recorder, sampler, filter, partial", "reward-0", "trainer, publisher"]
     assert not run.processes(), "a place of Ray's outlived the run"
+
+    gcs = GcsClient(address=run.cluster.address)
+    told = json.dumps(get_cluster_metadata(gcs) | {"ray_version": "2.0.0"}).encode()
+    gcs.internal_kv_put(CLUSTER_METADATA_KEY, told, True, KV_NAMESPACE_CLUSTER)
+    words = [sys.executable, "-m", "miles_async", "train", "configs/quickstart.toml", "--runs-dir", str(tmp_path)]
+    words += ["--launcher", "ray", "--ray-address", run.cluster.address, "--bus-url", "redis://127.0.0.1:1", "--console", "none"]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    refusal = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
+    assert done.returncode == 2 and len(refusal) == 1, done.stderr
+    assert "cannot be joined: Version mismatch: The cluster was started with: Ray: 2.0.0" in refusal[0]
+    assert not (tmp_path / ".models").exists()
 
 
 @pytest.mark.slow
@@ -273,23 +285,6 @@ def test_a_cluster_that_wants_another_token_says_so_in_one_line_to_a_run_and_to_
         finally:
             process.terminate()
             process.wait(30)
-
-
-def test_a_head_of_another_ray_is_named_before_a_model_is_made(tmp_path: Path) -> None:
-    head = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        gcs = GcsClient(address=head.address)
-        told = json.dumps(get_cluster_metadata(gcs) | {"ray_version": "2.0.0"}).encode()
-        gcs.internal_kv_put(CLUSTER_METADATA_KEY, told, True, KV_NAMESPACE_CLUSTER)
-        words = [sys.executable, "-m", "miles_async", "train", "configs/quickstart.toml", "--runs-dir", str(tmp_path)]
-        words += ["--launcher", "ray", "--ray-address", head.address, "--bus-url", "redis://127.0.0.1:1", "--console", "none"]
-        done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
-        refusal = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
-        assert done.returncode == 2 and len(refusal) == 1, done.stderr
-        assert "cannot be joined: Version mismatch: The cluster was started with: Ray: 2.0.0" in refusal[0]
-        assert not (tmp_path / ".models").exists()
-    finally:
-        head.shutdown()
 
 
 def listens(port: int) -> bool:
