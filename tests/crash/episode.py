@@ -54,6 +54,12 @@ async def slow(task: Task, session: Session) -> list[Trajectory]:
     return await in_turns(task, session, slow_add)
 
 
+async def idle(task: Task, session: Session) -> list[Trajectory]:
+    """The same, waiting so long that minutes of a run cost little."""
+    await asyncio.sleep(4 * SLOW_S)
+    return await in_turns(task, session, slow_add)
+
+
 async def rewritten(task: Task, session: Session) -> list[Trajectory]:
     """The same with a second history, and a turn that is thrown away."""
     [first] = await rollout(task, session)

@@ -133,7 +133,7 @@ def test_a_broadcast_reaches_engines_on_other_hosts(far_run: Make, monkeypatch: 
 # Nothing of the policy log is trimmed, so that the judge sees all steps.
 LONG: Tables = {"rollout": {"num_rollout": 10_000}, "ckpt": {"keep_last": 10_000, "save_interval": 20}}
 # Samples that wait for their environment most of the time: each worker always holds some, and minutes of it cost little.
-SLOW = merged(LONG, {"rollout": {"custom_generate_function_path": "tests.crash.episode.slow"}})
+IDLE = merged(LONG, {"rollout": {"custom_generate_function_path": "tests.crash.episode.idle"}})
 TROUBLES: dict[str, Callable[[Host], object]] = {
     "is cut": Host.cut,
     "loses a fifth": lambda host: host.lose(0.2),
@@ -156,12 +156,12 @@ def times(who: str, what: str, *seconds: float) -> list[Trouble]:
 
 # Each run with what befalls its hosts, one after the other: two at once would lengthen each other's way back.
 RUNS: dict[str, tuple[Tables, list[Trouble]]] = {
-    "b is cut for minutes": (SLOW, times("b", "is cut", 300)),
-    "a is cut for minutes": (SLOW, times("a", "is cut", 300)),
-    "one way only, heard": (SLOW, times("b", "is deaf", 5, 30, 90)),
-    "one way only, said": (SLOW, times("b", "is mute", 5, 30, 90)),
-    "one after the other is cut": (SLOW, [*times("b", "is cut", 5, 30), *times("a", "is cut", 5, 30)]),
-    "bad links": (SLOW, [*times("b", "loses a fifth", 30), *times("a", "loses a fifth", 30), *times("b", "is slow", 30)]),
+    "b is cut for minutes": (IDLE, times("b", "is cut", 300)),
+    "a is cut for minutes": (IDLE, times("a", "is cut", 300)),
+    "one way only, heard": (IDLE, times("b", "is deaf", 5, 30, 90)),
+    "one way only, said": (IDLE, times("b", "is mute", 5, 30, 90)),
+    "one after the other is cut": (IDLE, [*times("b", "is cut", 5, 30), *times("a", "is cut", 5, 30)]),
+    "bad links": (IDLE, [*times("b", "loses a fifth", 30), *times("a", "loses a fifth", 30), *times("b", "is slow", 30)]),
     "meanwhile": (LONG, [("b", "is cut", 15, what) for what in WHILE_AWAY]),
 }
 
