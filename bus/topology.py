@@ -63,7 +63,9 @@ SCORED = Stream("scored", ScoredOrLost, "reward", ("filter",))
 GROUPS = Stream("groups", groups.GroupKept | groups.Turned, "filter", ("trainer",))
 # Verdicts travel apart from kept groups, so that the sampler never reads the bodies that only the trainer needs.
 VERDICTS = Stream("verdicts", groups.GroupVerdict, "filter", tailed_by=("sampler", "console"), cap=10_000)
-POLICY = Stream("policy", Policy, "trainer", tailed_by=("sampler", "partial", "publisher", "evaluator", "generation", "console"))
+POLICY = Stream(
+    "policy", Policy, "trainer", tailed_by=("sampler", "filter", "partial", "publisher", "evaluator", "generation", "console")
+)
 TRAINED = Stream("trained", policy.SamplesTrained, "trainer", tailed_by=("console",), cap=1_000)
 ACTIVE = Stream("active", Active, "publisher", tailed_by=("generation", "sampler", "evaluator", "trainer"), cap=1_000)
 KNOBS = Stream("knobs", control.KnobPatch, "console", tailed_by=("all",))
