@@ -298,7 +298,7 @@ class EngineLink:
             raise TransportFailed(str(error)) from error
         except OSError as error:
             await self._context.clock.sleep(NO_ROOM_S)  # it is ordered again at once
-            raise TransportFailed(f"no room for {order.manifest.n_bytes} bytes of weights: {error}") from error
+            raise TransportFailed(f"no space for {order.manifest.n_bytes} bytes of weights: {error}") from error
         return msgspec.structs.replace(order.manifest, path=str(folder))
 
     def _about(self) -> str:

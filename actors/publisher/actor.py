@@ -322,10 +322,10 @@ class Publisher:
             if names := sorted(name for name, member in self._members.all.items() if version in member.wanted(now)):
                 text = (
                     f"version {version} is deleted although {', '.join(names)} may be fetching it, and they take the newest: "
-                    f"{folder} has {free / 1e6:.0f} MB free and is to have room for {ROOM} more of {self._n_bytes / 1e6:.0f} MB. "
+                    f"{folder} has {free / 1e6:.0f} MB free and is to have space for {ROOM} more of {self._n_bytes / 1e6:.0f} MB. "
                     "Give the trainer's host more shared memory"
                 )
-                await self._context.event("no room for old versions", text[:300], level="warning", version=version)
+                await self._context.event("no space for old versions", text[:300], level="warning", version=version)
 
     async def _delete(self, folder: Path) -> None:
         await asyncio.to_thread(shutil.rmtree, folder, True)

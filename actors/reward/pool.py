@@ -140,7 +140,8 @@ class VerifierPool:
             text = f"verifier process of {self._path} does not start: {error}"
             if self._failed_boots >= BOOTS_BEFORE_STOP:
                 raise InvariantBroken(
-                    f"{text}, {self._failed_boots} times in a row. Samples stay pending; mend it."
+                    f"{text}, {self._failed_boots} times in a row. Mend that function: samples stay pending, the same command "
+                    "resumes."
                 ) from error
             raise ScorerFailed(text) from error
         self._failed_boots = 0

@@ -43,7 +43,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."
     ),
-    Command("bus", "miles_async.cli.bus", "Look into the streams: ls, tail, show, lag, dead."),
+    Command("bus", "miles_async.cli.bus", "Look into the streams: ls, tail, show, export, lag, dead."),
     Command("ledger", "miles_async.cli.ledger", "Account for every sample and token."),
     Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),
     Command("samples", "miles_async.cli.samples", "Read what the policy writes, with its rewards."),

@@ -88,7 +88,7 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
     given = {flag.name for flag in flags} | {value.spec.flag for value in own.values}
     ours = [pair for pair in MEANT if pair[0] not in given]
     parsed = parse_flags([*(word for pair in ours for word in pair[:2]), *known], frozenset(), refused)
-    hint = "Is a value with a space not quoted, or a flag given two values?"
+    hint = "Quote a value that holds a space; give each flag one value."
     refused.found += [SettingsError(f"{path}: {word!r} belongs to no flag", remedy=hint) for word in parsed.positional]
     rows += [("", f"{flag} {value}: {why}", "") for flag, value, why in ours]
     head = f"{path}: {len(flags)} flags of {script.program}, at {script.where}"

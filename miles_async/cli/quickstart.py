@@ -4,7 +4,17 @@ import argparse
 
 from miles_async.cli import train
 
-run = train.run
+USAGE = """\
+usage: miles-async quickstart [--flag value ...]
+
+Train a tiny model on arithmetic, on two CPU cores in a minute or two. It is `miles-async train quickstart`, from any folder, and
+takes the same flags. The run is written to runs/quickstart of the current folder; the same command again resumes it.
+"""
+
+
+def run(args: argparse.Namespace) -> int:
+    """As `train` has it, but for its usage."""
+    return train.run(args, USAGE)
 
 
 def parse(words: list[str]) -> argparse.Namespace:

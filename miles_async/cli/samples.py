@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         found.sort(key=lambda sample: sample["reward"], reverse=args.best)
     if not found:
         why = f"no such sample is kept in {run_dir}"
-        raise SettingsError(why, remedy="The first ones come with the first trained step; see without --step.")
+        remedy = "The first are kept at the first trained step; without --step, --group and --eval the newest are shown."
+        raise SettingsError(why, remedy=remedy)
     if args.as_json:
         print_json(found[: args.count])
     else:

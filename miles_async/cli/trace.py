@@ -1,7 +1,8 @@
 """Tell one sample's whole life: its prompt, where it is now, who holds it, the verdict on its group, the step that
 trained it, dead letters. SAMPLE_ID is "<group>/<index>", as shown by bus tail; a group id tells the group's life.
 
-After the run has ended it is told from the run's metrics.jsonl.
+What was trained or dropped is told from the run's files, while it goes on and after its end; only of a sample under way
+the bus is asked.
 """
 
 import argparse

@@ -18,7 +18,8 @@ usage: miles-async train [CONFIG] [--flag value ...]
 
 Train a policy. CONFIG is a TOML file with the tables named below, or the name of one that ships, such as quickstart; every field
 is also a flag, which wins over the file. The same command again resumes. Relative paths start at the current folder.
-
+"""
+OPTIONS = """\
   --dry-run         Check all that can be checked, print the resolved settings with the origin of each value, and stop.
   --help GROUP      The flags of one table.            --help all      All of them.
   --help WORD       Flags with that word in their name or meaning, e.g. --help staleness.
@@ -57,7 +58,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, usage: str = USAGE) -> int:
     """Print help or settings, or train and return the launcher's exit status."""
     if args.explain:
         from miles_async.cli.explain import explain
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n\n".join(map(explain, args.explain)))
         return 0
     if args.help:
-        print(flags_help(args.topic) if args.topic else f"{USAGE}\n{groups_help()}")
+        print(flags_help(args.topic) if args.topic else f"{usage}\n{OPTIONS}\n{groups_help()}")
         return 0
     for line in args.told:
         print(f"# {line}" if args.dry_run else line)

@@ -78,7 +78,8 @@ def _read(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
 
     file = run_dir / FILE
     if not file.is_file():
-        raise SettingsError(f"the run has no record: {file} is missing", remedy="Its recorder begins it.")
+        remedy = "Its recorder begins it soon after the start: ask again then, or give another --runs-dir."
+        raise SettingsError(f"the run has no record: {file} is missing", remedy=remedy)
     knobs: list[dict[str, Any]] = []
     newest: deque[dict[str, Any]] = deque()
     read = steps = 0

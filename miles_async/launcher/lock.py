@@ -22,7 +22,7 @@ def only_launcher(run_dir: Path, name: str) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(handle, 20).decode("ascii", "replace").strip() or "unknown"
-            why = f"run {name} is already kept by launcher {holder} on this host"
+            why = f"run {name} has a launcher on this host already, process {holder}"
             remedy = "Look at it with miles-async status, end it with miles-async stop, or choose another --name."
             raise refusal("name", name, why, remedy) from None
         os.ftruncate(handle, 0)

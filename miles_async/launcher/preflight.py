@@ -160,7 +160,7 @@ def check_prompt_lengths(
             raise settings.flat.refusal("rollout_max_prompt_len", why, "Raise it.")
     longest = max(lengths)
     if context is not None and longest >= context:
-        why = f"a prompt of {longest} tokens leaves no room for a response in a context of {context}"
+        why = f"a prompt of {longest} tokens leaves no space for a response in a context of {context}"
         remedy = f"Set --rollout-max-prompt-len {context - 1} or less to leave such prompts out."
         raise settings.flat.refusal("prompt_data", why, remedy)
 

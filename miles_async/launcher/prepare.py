@@ -359,7 +359,7 @@ async def check_alone(bus: Bus, settings: RunSettings, place: Place, known: Iden
     silent_s = (await bus.silences()).get("launcher", inf)
     if silent_s < SILENT_BEATS * known.heartbeat_s:
         raise SettingsError(
-            f"a launcher on host {launcher.host} keeps a run of this name on this Redis in {known.run_dir}, and was heard "
+            f"a launcher on host {launcher.host} has a run of this name on this Redis, in {known.run_dir}; it was last heard "
             f"{silent_s:.0f} s ago",
             field="name",
             value=settings.launch.name,

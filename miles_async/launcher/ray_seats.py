@@ -292,7 +292,7 @@ class Seats:
         self._wanting.set()
         spare = [g for g in self._groups.values() if g.seats and not g.unit.needed]
         if spare and not any(g.leaving for g in spare):
-            self._leave(spare[-1], f"its room is needed for {wants[0]}", tasks)
+            self._leave(spare[-1], f"its space is needed for {wants[0]}", tasks)
 
     async def _unplaced(self, units: set[str]) -> set[str]:
         """Those of these units for which there is no room; the others wait only for a process of Ray's that starts."""

@@ -76,7 +76,7 @@ def no_room(units: Sequence[Unit], nodes: Iterable[Mapping[str, object]], free: 
     """One line: what of the run has no place, and what the cluster has. `nodes`: as ray.nodes() tells."""
     wanted = "; ".join(f"{unit.name} ({', '.join(shown(b.resources) for b in unit.bundles)})" for unit in units)
     has = [f"{node['NodeManagerAddress']}: {shown(node['Resources'])}" for node in nodes if node["Alive"]]  # type: ignore[arg-type]
-    return f"no room for {wanted}: the cluster's {len(has)} node(s) have {'; '.join(has)}; free: {shown(free)}"
+    return f"no space for {wanted}: the cluster's {len(has)} node(s) have {'; '.join(has)}; free: {shown(free)}"
 
 
 def shown(resources: Mapping[str, float]) -> str:

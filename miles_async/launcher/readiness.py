@@ -196,7 +196,7 @@ def bus(s: RunSettings) -> Iterator[Finding]:
     yield from (Finding("note", "bus", warning) for warning in facts.warnings)
     if facts.max_memory_bytes:
         wants = redis_need(s.flat).n_bytes
-        yield _room("bus memory", facts.max_memory_bytes, wants, "every answer at its longest", "writers wait for room; "
+        yield _room("bus memory", facts.max_memory_bytes, wants, "every answer at its longest", "writers wait for space; "
                     "raise its maxmemory, or lower --max-weight-staleness or --save-interval", "note")  # fmt: skip
     else:
         yield Finding("ok", "bus", f"{facts.software} {'.'.join(map(str, facts.version))} answers, no maxmemory")

@@ -29,6 +29,7 @@ from actors.runtime.hooks import load_hook, own_stdout
 from actors.runtime.miles import MilesSample, judge_of, judged, reward_of
 from actors.runtime.prompts import DataSpec, parts_of
 from actors.runtime.rows import BadData, sources_of
+from actors.runtime.run import Refused
 from actors.runtime.sources import rows_function
 from actors.runtime.whole import fitting
 from actors.trainer.batch_hooks import CONVERT, FILTER, POSTPROCESS, settled, train_data
@@ -84,7 +85,8 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         lacks = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
         if field in OF_MEGATRON and lacks and not f"{path}.".startswith(f"{lacks}."):
             return ""  # what this host lacks the trainer's may have
-        return f"cannot be loaded: {named(error)}"
+        said = str(error).removeprefix(f"hook {path!r} not loaded: ") if isinstance(error, Refused) else named(error)
+        return f"cannot be loaded: {said}"
     if field in OF_MEGATRON:
         return ""  # what it needs is a model
     if field == "custom_generate_function_path":

@@ -106,7 +106,7 @@ class FieldSpec(Facts):
         if shape.kind == "table":
             return "a table of names and values (text, numbers, true, false or a list of texts)"
         if shape.kind == "list":
-            return f"a list of {_PLURALS[shape.item]}"
+            return f"a list of {', '.join(shape.choices) or _PLURALS[shape.item]}"
         if self.shipped:
             return f"one of {', '.join(self.shipped)}, or package.module.function"
         bounds = " and ".join(f"{sign} {bound:g}" for sign, _, bound in self.bounds)
@@ -130,7 +130,8 @@ def _shape(annotation: Any) -> Shape:
     if origin is Literal:
         return Shape("choice", "str", optional, typing.get_args(annotation), bounds)
     if origin is tuple:
-        return Shape("list", "int" if typing.get_args(annotation)[0] is int else "str", optional, (), bounds)
+        item = typing.get_args(annotation)[0]
+        return Shape("list", "int" if item is int else "str", optional, typing.get_args(item), bounds)
     if origin is dict:
         return Shape("table", "str", optional, (), bounds)
     kind = _KINDS[annotation]

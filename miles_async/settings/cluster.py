@@ -25,7 +25,7 @@ def elastic_workers_need_ray(s: Flat) -> None:
     for name in ("min_workers", "max_workers"):
         if getattr(s, name) is not None and s.launcher != "ray":
             remedy = "Set --num-generation-workers, or --launcher ray; miles-async worker adds workers from anywhere."
-            raise s.refusal(name, "this host has the room that it has (launcher = local)", remedy)
+            raise s.refusal(name, "workers come and go with nodes of a Ray cluster only (launcher = local)", remedy)
     if s.min_workers is not None and s.min_workers > s.most_workers:
         raise s.refusal("min_workers", f"above max_workers = {s.most_workers}", f"Set it to {s.most_workers} or less.")
     if s.max_workers is not None and s.engine == "external":

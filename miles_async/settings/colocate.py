@@ -97,11 +97,11 @@ def gpus_can_be_lent(s: Flat) -> None:
     if not s.lent_workers or s.actor_num_nodes > 1:
         sizes = f"actor_num_nodes = {s.actor_num_nodes} with {s.actor_num_gpus_per_node} GPUs each"
         each = f"rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine}"
-        what = f"the trainer's GPUs are of one host and hold an engine ({sizes}; {each})"
+        what = f"only a trainer on one host, with GPUs for at least one engine, can lend them ({sizes}; {each})"
         raise s.refusal("lend_trainer_gpus", what, "Leave it out.")
     if s.offload_train and s.update_weight_transport == "nccl" and not s.update_weight_copy:
         what = "engines may still take a version from the weights themselves (update_weight_copy = false) when GPUs are lent"
-        raise s.refusal("offload_train", what, "Leave it out, or --no-update-weight-copy.")
+        raise s.refusal("offload_train", what, "Leave out --offload-train or --no-update-weight-copy.")
 
 
 RULES = (gpus_can_be_lent, offloading_needs_sharing, engines_are_where_the_trainer_is, fraction_is_a_part)

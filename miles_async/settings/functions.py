@@ -55,7 +55,7 @@ def groups_are_scored_by_what_can(s: Flat) -> None:
 def a_rollout_function_has_all_it_asks_for(s: Flat) -> None:
     path = s.own_rollout_function
     if s.rollout_function_path and "sft_rollout." in s.rollout_function_path and not s.supervised:
-        raise s.refusal("rollout_function_path", "it is supervised training's", "Set --loss-type sft.")
+        raise s.refusal("rollout_function_path", "it belongs to supervised training", "Set --loss-type sft.")
     if not path:
         return
     if s.supervised:
@@ -97,7 +97,7 @@ def tools_and_agents_have_what_they_need(s: Flat) -> None:
         why = "it makes all samples, and so do tools and an agent"
         raise s.refusal("rollout_function_path", why, "Keep one of them.")
     if own and (s.tools or s.custom_agent_function_path):
-        why = "it is the rollout, and so are tools and an agent"
+        why = "it is a rollout program, and so are tools and an agent"
         raise s.refusal("custom_generate_function_path", why, "Keep one of them.")
     if s.tools and not s.apply_chat_template:
         raise s.refusal("tools", "the chat template shows them to the model", "Add --apply-chat-template.")

@@ -71,7 +71,7 @@ def _value(name: str, value: object, before: Flat) -> list[tuple[str, Any]]:
         new = coerce(spec, value, spec.name)
     if spec.shipped and new not in spec.shipped and new != before.values[spec.name]:
         # What runs code is named where the run is started, never over the bus.
-        why = "a function of one's own cannot be given to a running run"
+        why = "a function of your own cannot be given to a running run"
         raise refusal(spec.name, value, why, f"Give one of {', '.join(spec.shipped)}, or start a run with it.")
     return [(spec.name, new)]
 

@@ -252,7 +252,7 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
             hint = "Write a table as JSON in a text."
         raise SettingsError(f"must be {spec.expected}", field=where, value=value, remedy=hint) from None
     if not all(map(_is_plain, _texts(result))):
-        raise SettingsError("not UTF-8 text without NUL, as messages and files want it", field=where, value=value)
+        raise SettingsError("must be UTF-8 text without NUL", field=where, value=value)
     if spec.kind == "table":
         return {name.replace("_", "-"): item for name, item in result.items()}
     if isinstance(result, float) and not math.isfinite(result):

@@ -48,7 +48,7 @@ OF_TORCH = (
 
 def megatron_trains(s: Flat) -> None:
     if s.train_backend in ("torch", "fsdp") and (name := asked_for(s.values)):
-        raise s.refusal("train_backend", f"{name} is of Megatron", "Set --train-backend megatron or leave it out.")
+        raise s.refusal("train_backend", f"only Megatron has {name}", "Set --train-backend megatron or leave it out.")
 
 
 def megatron_fields_are_known(s: Flat) -> None:
@@ -70,7 +70,7 @@ def megatron_fields_are_known(s: Flat) -> None:
         if name == "moe_router_load_balancing_type" and isinstance(value, list | tuple) and len(value) > 1:
             raise refusal(f"megatron.{name}", value, "there is one coefficient, so one loss", "Name one.")
         if name in ("moe_aux_loss_coeff", "moe_z_loss_coeff") and isinstance(value, int | float) and not 0 <= value < math.inf:
-            raise refusal(f"megatron.{name}", value, "a loss weighs 0 or more", "Give 0.001, say, or leave it out.")
+            raise refusal(f"megatron.{name}", value, "must be a number >= 0", "Give for example 0.001, or leave it out.")
     fields = {given.replace("-", "_"): value for given, value in s.megatron.items()}
     if (coefficient := fields.get("moe_aux_loss_coeff")) and fields.get("moe_router_load_balancing_type") == "none":
         why = "moe_router_load_balancing_type = none has no loss that it could weigh"
@@ -87,11 +87,11 @@ def megatron_reads_it(s: Flat) -> None:
         return
     for name, unset, remedy in OF_TORCH:
         if s.values[name] != unset:
-            raise s.refusal(name, "it is of the torch backend, and this run trains on Megatron", remedy)
+            raise s.refusal(name, "only the torch backend has it, and this run trains on Megatron", remedy)
     if s.gradient_checkpointing and (n := s.gradient_checkpointing_layers):
         raise s.refusal(
             "gradient_checkpointing_layers",
-            "it is of the torch backend, and this run trains on Megatron",
+            "only the torch backend has it, and this run trains on Megatron",
             f"Write --recompute-granularity full --recompute-method block --recompute-num-layers {n} (on each stage) instead.",
         )
 

@@ -51,11 +51,11 @@ def context_holds_prompt_and_response(s: Flat) -> None:
     context = s.rollout_max_context_len
     for name in ("rollout_max_response_len", "eval_max_response_len"):
         if context is not None and s.values[name] >= context:
-            why = f"leaves no room for a prompt in rollout_max_context_len = {context}"
+            why = f"leaves no space for a prompt in rollout_max_context_len = {context}"
             raise s.refusal(name, why, f"Set it below {context}.")
     prompt = s.rollout_max_prompt_len
     if context is not None and prompt is not None and prompt >= context:
-        why = f"leaves no room for a response in rollout_max_context_len = {context}"
+        why = f"leaves no space for a response in rollout_max_context_len = {context}"
         raise s.refusal("rollout_max_prompt_len", why, f"Set it below {context}.")
 
 

@@ -85,7 +85,7 @@ class _Reader:
         """Read one file to its end."""
         self._files += 1
         if self._files > MOST_FILES:
-            raise SettingsError(f"{self._path} sources more than {MOST_FILES} files", remedy="Does one source itself?")
+            raise SettingsError(f"{self._path} sources more than {MOST_FILES} files", remedy="Look for one that sources itself.")
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:

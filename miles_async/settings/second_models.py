@@ -33,7 +33,7 @@ def distillation_has_one_teacher(s: Flat) -> None:
         raise refusal("opd_teacher_urls" if served else "opd_teacher_load", None, why, remedy)
     unasked = "opd_teacher_load" if served else "opd_teacher_urls"
     if s.distills and s.values[unasked]:
-        raise s.refusal(unasked, f"opd_type = {s.opd_type!r} does not ask it", "Keep one teacher.")
+        raise s.refusal(unasked, f"with opd_type = {s.opd_type!r} this teacher is not asked", "Keep one teacher.")
     if s.distills and served and s.rollout_temperature != 1.0:
         remedy = "Set it to 1.0, or load the teacher in the trainer with --opd-teacher-load."
         raise s.refusal("rollout_temperature", "a served teacher's log-probs are those of temperature 1", remedy)

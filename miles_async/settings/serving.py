@@ -51,7 +51,8 @@ def engines_match_the_gpus(s: Flat) -> None:
     if s.engine != "sglang":
         for field in ("rollout_num_gpus", "server_args", "sglang_server_command", "sglang_fused_sampling"):
             if s.values[field]:
-                raise s.refusal(field, f"engine is {s.engine!r}", _without_sglang(s.values[field]))
+                why = f"it is for SGLang engines, and engine is {s.engine!r}"
+                raise refusal(_flag_of(field, s.values[field]), _word_of(s.values[field]), why, _without_sglang(s.values[field]))
         return
     wanted = s.num_generation_workers * s.rollout_num_gpus_per_engine
     if s.rollout_num_gpus != wanted:
@@ -65,6 +66,15 @@ def engines_match_the_gpus(s: Flat) -> None:
         raise s.refusal("rollout_gpu_ids", why, "Name each GPU once, or leave it out.")
     if len(set(s.rollout_gpu_ids)) < wanted and s.rollout_num_gpus_per_engine > 1:
         raise s.refusal("rollout_gpu_ids", "one engine needs different GPUs", "Name each GPU once.")
+
+
+def _flag_of(field: str, value: object) -> str:
+    """A setting as its user wrote it: of a table that is passed on, its first flag."""
+    return f"{PREFIXES[field][0]}{next(iter(value))}" if isinstance(value, dict) else field
+
+
+def _word_of(value: object) -> object:
+    return next(iter(value.values())) if isinstance(value, dict) else value
 
 
 def _without_sglang(value: object) -> str:
@@ -97,7 +107,7 @@ def passed_flags_are_not_ours(s: Flat) -> None:
                 raise refusal(flag, value, f"decided by {owned[name]}", "Leave it out.")
             if table == "server_args" and name.startswith("router-"):
                 own = name.removeprefix("router-")
-                raise refusal(flag, value, "a flag of the router", f"Write {own} in router_args.")
+                raise refusal(flag, value, "a flag of the router", f"Write --router-{own}.")
             if not NAME.fullmatch(name):
                 raise refusal(flag, value, "not the name of a flag", "Write it as the program does.")
 
@@ -107,8 +117,11 @@ def router_settings_agree(s: Flat) -> None:
         why = f"sglang_router_ip = {s.sglang_router_ip!r} is given"
         raise s.refusal("use_router", why, "Leave one of the two out.")
     if s.router_args and (not s.use_router or s.sglang_router_ip is not None):
-        why = "use_router is off" if not s.use_router else "the router at sglang_router_ip has its own flags"
-        raise s.refusal("router_args", why, "Leave them out, or let us start the router.")
+        why = "no router is started here (use_router is off)"
+        if s.use_router:
+            why = f"the router at sglang_router_ip = {s.sglang_router_ip} is running already, with its own flags"
+        remedy = "Leave it out." if s.use_router else "Leave it out, or add --use-router."
+        raise refusal(_flag_of("router_args", s.router_args), _word_of(s.router_args), why, remedy)
 
 
 def ways_fit_the_transport(s: Flat) -> None:

@@ -195,7 +195,7 @@ async def test_log_probs_are_the_tokens_own_and_limits_hold(chat: Chat) -> None:
         used = (await served.ask([user("?")])).usage.prompt_tokens
         await served.ask([user("?" * (29 - used + 1))])
         assert served.session.asked[1].max_new_tokens == 1
-        with pytest.raises(openai.BadRequestError, match="30 tokens leave no room of 30"):
+        with pytest.raises(openai.BadRequestError, match="30 tokens leave no space in a context of 30"):
             await served.ask([user("?" * (30 - used + 1))])
 
 

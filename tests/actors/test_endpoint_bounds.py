@@ -46,7 +46,8 @@ async def test_an_agent_whose_history_fills_the_context_has_ended_and_one_that_f
     assert found.reward is None and len(found.segments) == 1
     with pytest.raises(KeyError, match="a fault of its own"):
         await play(chat, recovers, lambda _: "abcd", context=200)
-    with pytest.raises(Poison, match=r"without an answer of the model on g1/0; its last call was refused: .* leave no room of 200"):
+    refused = r"without an answer of the model on g1/0; its last call was refused: .* leave no space in a context of 200"
+    with pytest.raises(Poison, match=refused):
         await play(chat, partial(agent, then=1), lambda _: "abcd", context=200)
 
 
@@ -62,7 +63,7 @@ async def test_a_large_body_does_not_hold_up_its_worker(chat: Chat, monkeypatch:
     monkeypatch.setattr(chat, "render", seen)
     async with serving(chat, lambda _: "a", context=100) as served:
         await served.ask([user("small")])
-        with pytest.raises(openai.BadRequestError, match="leave no room of 100"):
+        with pytest.raises(openai.BadRequestError, match="leave no space in a context of 100"):
             await served.ask([user("x" * (INLINE_BYTES + 1))])
     assert threads[0] == threading.get_ident() != threads[1]
 

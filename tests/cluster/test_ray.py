@@ -95,7 +95,7 @@ def test_workers_come_with_nodes_and_make_room_for_what_is_needed(ray_run: Make)
     for name in ("generation-1", "generation-2"):
         run.until_it_serves(name)
     run.lose(first)
-    made_room = lambda: any("its room is needed for" in event.text for event in run.events("leaving"))  # noqa: E731
+    made_room = lambda: any("its space is needed for" in event.text for event in run.events("leaving"))  # noqa: E731
     until("an engine to make room", made_room)  # what was ready before that is still trained
     step = run.step()
     until("the rooms to be placed in their stead", lambda: run.step() >= step + 3)
@@ -167,7 +167,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_it_has(ray_run: Make) 
     run.start()
     assert run.join(seconds=120) == 2
     said = run.output().splitlines()[-1]
-    assert "ray_wait_s = 5.0: no room for trainer (8 CPU); rooms (1 CPU, 1 CPU)" in said and "1 node(s)" in said, said
+    assert "ray_wait_s = 5.0: no space for trainer (8 CPU); rooms (1 CPU, 1 CPU)" in said and "1 node(s)" in said, said
     assert not run.processes()
 
 

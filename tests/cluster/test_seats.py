@@ -131,7 +131,7 @@ async def test_who_cannot_begin_takes_back_what_it_asked_for_and_nothing_else(
     placer, spec = placer_of(gpus=16, wait_s=2.0)
     with pytest.raises(SettingsError) as refused:
         await placer.open()
-    said = "ray_wait_s = 2.0: no room for generation-0 (1 CPU and 8 GPU, 1 CPU and 8 GPU): the cluster's 3 node(s)"
+    said = "ray_wait_s = 2.0: no space for generation-0 (1 CPU and 8 GPU, 1 CPU and 8 GPU): the cluster's 3 node(s)"
     assert said in str(refused.value)
     assert groups() == []
     placer, spec = placer_of(gpus=16)
@@ -147,7 +147,7 @@ async def test_who_cannot_begin_takes_back_what_it_asked_for_and_nothing_else(
     before = groups()
     second, _ = placer_of(wait_s=2.0, engines=2)
     second.add(msgspec.structs.replace(spec, name="generation-1"))
-    with pytest.raises(SettingsError, match="no room for generation-1"):
+    with pytest.raises(SettingsError, match="no space for generation-1"):
         await second.open()
     assert groups() == before
     await asyncio.wait_for(first.place(spec), 60)

@@ -44,10 +44,10 @@ def test_the_table_is_the_installed_megatrons() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--train-backend torch --sequence-parallel", "sequence_parallel is of Megatron"),
+        ("--train-backend torch --sequence-parallel", "only Megatron has sequence_parallel"),
         ("--attention-dropout 0.1", "the policy that is trained must be the one that sampled"),
         ("--recompute-num-layers one", "must be a whole number"),
-        ("--moe-aux-loss-coeff -0.01", "a loss weighs 0 or more"),
+        ("--moe-aux-loss-coeff -0.01", "must be a number >= 0"),
         ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01", "has no loss that it could weigh"),
         ("--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 0.01", "one coefficient, so one loss"),
         ("--tensor-model-parallel-size 2 --actor-num-gpus-per-node 3", r"2 x 1 x 1 = 2 does not divide 3 ranks\. Nearest: 2 or 4"),
@@ -65,7 +65,7 @@ def test_the_table_is_the_installed_megatrons() -> None:
         ("--decoupled-lr 1e-5", "one rate for all weights"),
         ("--true-on-policy-mode --train-backend megatron --bf16", "true_on_policy_mode needs .torch."),
         ("--train-backend megatron --gradient-checkpointing --gradient-checkpointing-layers 4", "--recompute-num-layers 4"),
-        ("--train-backend megatron --compile on", "is of the torch backend"),
+        ("--train-backend megatron --compile on", "only the torch backend has it"),
         ("--train-backend megatron --attn-implementation flash_attention_3", "Write --attention-backend"),
     ],
 )

@@ -79,6 +79,13 @@ def test_help_is_one_screen_with_a_way_in(capsys):
     assert "nothing is called 'zork'" in capsys.readouterr().err
 
 
+def test_the_quickstart_says_in_its_help_that_it_takes_the_flags_of_train(capsys):
+    assert app.main(["quickstart", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: miles-async quickstart [--flag value ...]\n") and "usage: miles-async train" not in said
+    assert "--dry-run" in said and "--prompt-data" in said
+
+
 def test_help_says_of_each_flag_of_miles_what_it_is_here(capsys):
     rows = dict(line.split(maxsplit=1) for line in helped(capsys, "miles").splitlines())
     assert rows["--rollout-batch-size"] == "the same" and "config.json" in rows["--padded-vocab-size"]

@@ -197,7 +197,7 @@ def _said(index: int, word: str):
     [
         ("", "what = (unset)"),
         ('what = "rewards"\nrm_type = "f1"', "must be reward, filter or loss"),
-        ('what = "reward"', "differs in nothing. Set one of custom_rm_path, rm_type"),
+        ('what = "reward"', "differs from the run. Set one of custom_rm_path, rm_type"),
         ('what = "reward"\nrm_typ = "f1"', "rm_typ is not a setting. Did you mean rm_type?"),
         ('what = "reward"\nlr = 1.0', "lr is nothing in which a shadow reward can differ"),
         ('what = "reward"\nrm_type = "f2"', "no such name. It must be"),

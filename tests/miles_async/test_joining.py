@@ -80,7 +80,7 @@ async def test_a_second_launcher_of_a_run_that_another_one_keeps_is_refused(
         await bus.link.run("HINCRBY", bus.keys.heard, "launcher", -1000 * silent_s)
         place = msgspec.structs.replace(place, run_dir=str(tmp_path / folder))
         if refused:
-            with pytest.raises(SettingsError, match="node7 keeps a run of this name") as refusal:
+            with pytest.raises(SettingsError, match="node7 has a run of this name") as refusal:
                 await claim_identity(bus, settings, place)
             assert "\n" not in str(refusal.value)
         else:

@@ -81,7 +81,7 @@ def test_a_refusal_says_what_has_no_place_and_what_there_is() -> None:
     nodes = [{"NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 2.0, "memory": 1e9}}]
     nodes += [{"NodeManagerAddress": "10.0.0.2", "Alive": False, "Resources": {"CPU": 9.0}}]
     assert no_room(units[:1], nodes, {"CPU": 1.0}) == (
-        "no room for trainer (4 CPU): the cluster's 1 node(s) have 10.0.0.1: 2 CPU; free: 1 CPU"
+        "no space for trainer (4 CPU): the cluster's 1 node(s) have 10.0.0.1: 2 CPU; free: 1 CPU"
     )
 
 

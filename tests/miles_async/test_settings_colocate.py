@@ -120,7 +120,7 @@ def test_lent_gpus_have_engines_beside_those_of_the_run(tmp_path: Path, offload:
         ("--lend-trainer-gpus --load-debug-rollout-data x/{rollout_id}", "there is no rollout"),
         ("--lend-trainer-gpus --launcher ray --bus-url redis://a:1", "Set --launcher local"),
         ("--lend-trainer-gpus --num-generation-workers 0", "whose only engines are lent would wait for ever"),
-        ("--lend-trainer-gpus --engine sglang --rollout-num-gpus-per-engine 2", "are of one host and hold an engine"),
+        ("--lend-trainer-gpus --engine sglang --rollout-num-gpus-per-engine 2", "with GPUs for at least one engine"),
         ("--lend-trainer-gpus --offload-rollout", "offload_rollout = true: trainer and engines have GPUs of their own"),
         (
             "--lend-trainer-gpus --offload-train --update-weight-transport nccl --no-update-weight-copy",

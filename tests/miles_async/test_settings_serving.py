@@ -130,6 +130,7 @@ def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
         ('engine = "sglang"\nserver_args = { "no flag" = 1 }', "", ("not the name of a flag",)),
         ('engine = "sglang"\nserver_args = { a = {} }', "", ("server_args", "a table of names and values")),
         ("", "--sglang-server-concurency 4", ("engine is 'embedded'", "Did you mean sglang_server_concurrency?")),
+        ("", "--sglang-tp 4 --sglang-dp 2", ("--sglang-tp = '4': it is for SGLang engines, and engine is 'embedded'",)),
         ("", "--rollout-num-gpus 2", ("rollout_num_gpus = 2", "engine is 'embedded'")),
         (
             "",
@@ -176,8 +177,8 @@ def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
         ),
         ("", "--no-update-weight-copy", ("update_weight_copy = false", "'disk', which cannot send from the weights")),
         ("", "--update-weight-wave-fraction 0", ("--update-weight-wave-fraction = '0': must be a number > 0 and <= 1",)),
-        ("", "--router-policy random", ("router_args", "use_router is off")),
-        ("", "--sglang-router-ip a --sglang-router-port 1 --router-policy random", ("router_args", "its own flags")),
+        ("", "--router-policy random", ("--router-policy = 'random'", "use_router is off")),
+        ("", "--sglang-router-ip a --sglang-router-port 1 --router-policy random", ("--router-policy = 'random'", "its own flags")),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, table: str, flags: str, words: tuple[str, ...]) -> None:

@@ -143,7 +143,8 @@ def test_functions_of_megatron_are_found_before_the_trainer_loads(tmp_path: Path
         return problem_of("custom_megatron_init_path", path, Ask(paths={}, sample=SAMPLE))
 
     assert said("sound.init") == "" and said("of_mine.init") == ""
-    assert "No module named 'nope'" in said("nope.f") and "no attribute 'it'" in said("sound.it")
+    assert said("nope.f") == "cannot be loaded: No module named 'nope'. Give package.module.function or file.py:function."
+    assert "no attribute 'it'" in said("sound.it")
     assert "No module named 'sound.more'" in said("sound.more.f")
 
 

@@ -139,7 +139,7 @@ class Endpoint:
             return _spent(episode, f"the episode has used up its {task.sampling.max_new_tokens} tokens")
         if 0 < self._context <= len(place.tokens):
             self._count("context_used_up")
-            return _spent(episode, f"{len(place.tokens)} tokens leave no room of {self._context}")
+            return _spent(episode, f"{len(place.tokens)} tokens leave no space in a context of {self._context}")
         room = within(task.sampling, place.tokens, self._context)
         sampling, overruled = wire.sampling_of(body, room, as_asked=bool(task.eval_name))
         if overruled:

@@ -47,7 +47,7 @@ def full_streams(scene: Scene) -> Iterator[Finding]:
     for stream in scene.snapshot.streams.values():
         if not bound or stream.n_bytes < 0.9 * bound:
             continue
-        waits = f"; {', '.join(blocked)} wait for room" if blocked else ""
+        waits = f"; {', '.join(blocked)} wait for space" if blocked else ""
         text = (
             f"{stream.name} holds {human_bytes(stream.n_bytes)} of at most {human_bytes(bound)}{waits}. Its reader "
             f"({', '.join(BY_NAME[stream.name].readers)}) is too slow or gone, or --stream-max-bytes is too small"

@@ -53,14 +53,14 @@ def read_plan(path: Path) -> ShadowPlan:
         raise SettingsError(f"{path} is not valid TOML: {error}") from None
     table = document.get("shadow")
     if not isinstance(table, dict) or len(document) > 1:
-        why = f"{path} has not the one table [shadow]"
+        why = f"{path} must hold one table, [shadow]"
         raise SettingsError(why, remedy='Write [shadow] and what = "reward" in it.')
     what = table.pop("what", None)
     if what not in ("reward", "filter", "loss"):
         raise SettingsError("must be reward, filter or loss", field=f"{path} what", value=what)
     label, share, most = table.pop("label", path.stem), table.pop("share", 1.0), table.pop("groups", GROUPS)
     if not (isinstance(label, str) and LABEL.fullmatch(label)):
-        raise SettingsError("1 to 40 letters, digits, '_', '.', '-'", field=f"{path} label", value=label)
+        raise SettingsError("must be 1 to 40 letters, digits, '_', '.', '-'", field=f"{path} label", value=label)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise SettingsError("must be above 0 and at most 1", field=f"{path} share", value=share)
     if isinstance(most, bool) or not isinstance(most, int) or most < 0:
@@ -74,7 +74,7 @@ def read_plan(path: Path) -> ShadowPlan:
             raise SettingsError(f"{path} [shadow] {name} is nothing in which a shadow {what} can differ", remedy=hint)
         own[spec.name] = _value(spec, value, f"{path} [shadow] {name}")
     if not own:
-        why = f"{path}: the shadow {what} differs in nothing"
+        why = f"{path} sets nothing in which the shadow {what} differs from the run"
         raise SettingsError(why, remedy=f"Set one of {listing(settings_of(what)[:4])}.")
     return ShadowPlan(what=what, label=label, share=float(share), groups=most, own=own)
 

@@ -139,7 +139,7 @@ def recorded(records: Sequence[Record]) -> Recorded:
     history = history_of(records)
     values = live_knobs(history)
     if not history.steps or "rollout_batch_size" not in values:
-        raise SettingsError("the record holds no step and its settings", remedy="Wait for the run's first steps.")
+        raise SettingsError("the record holds no trained step with its settings yet", remedy="Wait for the run's first steps.")
     settings = whole(values)
     steps = _settled(history, settings)
     lines = {r["step"]: r for r in records if r["kind"] == "step"}

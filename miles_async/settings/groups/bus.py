@@ -44,5 +44,10 @@ class BusSettings(Group, frozen=True, kw_only=True):
         int, doc("Most unacknowledged bytes on one stream; then its writers wait. 0: no bound.", unit="bytes", ge=0, ours=True)
     ] = 2 << 30
     inline_limit_bytes: Annotated[
-        int, doc("Message bodies above this size travel as blobs.", unit="bytes", ge=256, le=16 << 20, ours=True)
+        int,
+        doc(
+            "Message bodies above this size travel as blobs; those of a commit do above 16 KiB already.",
+            unit="bytes",
+            ge=256, le=16 << 20, ours=True,
+        ),
     ] = 128 << 10

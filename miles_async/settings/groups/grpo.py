@@ -77,9 +77,9 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     use_kl_loss: Annotated[bool, doc("Add KL to the frozen reference to the loss; coefficient 0 only reports it.")] = (
         False
     )
-    kl_loss_coef: Annotated[float, doc("Weight of that KL.", live="next step (trainer)", ge=0)] = 0.0
-    kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], doc("Estimator of that KL.")] = "k1"
-    use_unbiased_kl: Annotated[bool, doc("Multiply that KL by the importance ratio, which makes it unbiased.")] = False
+    kl_loss_coef: Annotated[float, doc("For use_kl_loss: weight of the KL in the loss.", live="next step (trainer)", ge=0)] = 0.0
+    kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], doc("For use_kl_loss: how the KL is estimated.")] = "k1"
+    use_unbiased_kl: Annotated[bool, doc("For use_kl_loss: multiply the KL by the importance ratio; makes it unbiased.")] = False
     kl_coef: Annotated[
         float, doc("For reinforce_plus_plus, its baseline form and ppo: weight of the KL taken off the reward.", ge=0)
     ] = 0.0
@@ -95,13 +95,13 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     tis_clip: Annotated[
         float,
         doc(
-            "Upper bound of that weight; also of use_icepop.",
+            "For use_tis and use_icepop: upper bound of the weight.",
             aliases=("tis_threshold",),
             live="next step (trainer)",
             gt=0,
         ),
     ] = 2.0
-    tis_clip_low: Annotated[float, doc("Lower bound of that weight; also of use_icepop.", ge=0)] = 0.0
+    tis_clip_low: Annotated[float, doc("For use_tis and use_icepop: lower bound of the weight.", ge=0)] = 0.0
     use_icepop: Annotated[bool, doc("Like use_tis, but tokens outside the bounds get weight 0.", ours=True)] = False
     use_mis: Annotated[bool, doc("Masked importance sampling, with the tis_* and rs_* options below.", ours=True)] = False
     tis_level: Annotated[Level, doc("For use_mis: what the weight is taken over.", ours=True)] = "token"
@@ -123,7 +123,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     use_decoupled_loss: Annotated[
         bool, doc("Decoupled PPO: clip around log-probs recomputed by the trainer, weight by them over the engine's.", ours=True)
     ] = False
-    decoupled_cap: Annotated[float, doc("For use_decoupled_loss: upper bound of that weight.", gt=0, ours=True)] = 5.0
+    decoupled_cap: Annotated[float, doc("For use_decoupled_loss: upper bound of the weight.", gt=0, ours=True)] = 5.0
     get_mismatch_metrics: Annotated[
         bool, doc("Report what the chosen correction would do and do not apply it.")
     ] = False

@@ -26,7 +26,7 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
         ),
     ] = "live"
     console_port: Annotated[
-        int, doc("Port of that page on 127.0.0.1. 0: 8420, or any free one where that is taken.", ge=0, le=65535, ours=True)
+        int, doc("Port of console web on 127.0.0.1. 0: 8420, or any free one where that is taken.", ge=0, le=65535, ours=True)
     ] = 0
     drain_timeout_s: Annotated[
         float,
@@ -51,7 +51,7 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
         bool, doc("Run everything but training: groups are taken and counted, the weights stay as they are.")
     ] = False
     debug_train_only: Annotated[
-        bool, doc("Run the trainer alone on the batches of load_debug_rollout_data; implied by it.")
+        bool, doc("Run the trainer alone, on the batches of load_debug_rollout_data, which turns it on by itself.")
     ] = False
     debug_rollout_print_every: Annotated[
         PositiveInt | None,
@@ -124,7 +124,7 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
     ray_wait_s: Annotated[
         float,
         doc(
-            "How long the start waits for room on the Ray cluster before it is refused; one that grows by demand needs minutes.",
+            "How long the start waits for space on the Ray cluster before it is refused; one that grows by demand needs minutes.",
             unit="seconds",
             gt=0, ours=True,
         ),
@@ -132,7 +132,7 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
     min_workers: Annotated[
         NaturalInt | None,
         doc(
-            "Generation workers that must have room before the run starts. Unset: num_generation_workers.", unit="workers",
+            "Generation workers that must have a place before the run starts. Unset: num_generation_workers.", unit="workers",
             ours=True,
         ),
     ] = None

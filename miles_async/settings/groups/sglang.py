@@ -68,7 +68,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     offload_rollout: Annotated[
         bool,
         doc(
-            "The engines' memory leaves the GPU in the trainer's turn. Off: there are no turns, both have room at once.",
+            "The engines' memory leaves the GPU in the trainer's turn. Off: there are no turns, both fit at once.",
             derived="offload",
         ),
     ]
@@ -139,7 +139,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     sglang_server_concurrency: Annotated[
         int,
         doc(
-            "Most samples in generation on one engine. auto: as many as it has use and room for, found while it runs.",
+            "Most samples in generation on one engine. auto: as many as it has use and space for, found while it runs.",
             unit="samples",
             live="next lease (generation)",
             ge=0,
@@ -208,7 +208,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     update_weight_buffer_size: Annotated[
         int,
         doc(
-            "Most bytes of tensors that travel as one: a bucket of ipc and nccl, which an engine needs room for beside, or a file.",
+            "Most bytes of tensors that travel together: a bucket of ipc and nccl, for which an engine needs memory, or a file.",
             unit="bytes",
             ge=1,
         ),
@@ -267,6 +267,6 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc("sglang-router's own flags, passed on as they are: --router-NAME VALUE, or NAME = VALUE in this table."),
     ] = {}
     sglang_router_ip: Annotated[str | None, doc("Host of a running sglang-router; engines register there.")] = None
-    sglang_router_port: Annotated[Annotated[int, msgspec.Meta(ge=1, le=65535)] | None, doc("Port of that router.")] = (
-        None
-    )
+    sglang_router_port: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=65535)] | None, doc("Port of the router at sglang_router_ip.")
+    ] = None

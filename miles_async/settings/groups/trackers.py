@@ -19,7 +19,7 @@ class TrackersSettings(Group, frozen=True, kw_only=True):
         Literal["online", "offline", "disabled"] | None,
         doc("offline: files that `wandb sync` sends later. Unset: as WANDB_MODE says, else online."),
     ] = None
-    wandb_dir: Annotated[str | None, doc("Folder of its files. Unset: the run's folder.")] = None
+    wandb_dir: Annotated[str | None, doc("Folder of the files of W&B. Unset: the run's folder.")] = None
     wandb_key: Annotated[str | None, doc("API key; better in the variable WANDB_API_KEY.", secret=True)] = None
     wandb_host: Annotated[str | None, doc("URL of a server of your own.")] = None
     wandb_team: Annotated[str | None, doc("Entity that owns the project.")] = None
@@ -42,10 +42,12 @@ class TrackersSettings(Group, frozen=True, kw_only=True):
             "in the variable OTEL_EXPORTER_OTLP_HEADERS.", ours=True
         ),
     ] = None
-    otel_sample_share: Annotated[float, doc("Of all samples, chosen by their ids.", ge=0, le=1, ours=True)] = 1.0
+    otel_sample_share: Annotated[
+        float, doc("Share of all samples that is sent to otel_endpoint, chosen by their ids.", ge=0, le=1, ours=True)
+    ] = 1.0
     use_prometheus: Annotated[bool, doc("Serve /metrics for Prometheus: all actors and streams of the run, one address.")] = False
     prometheus_port: Annotated[int, doc("Port of --prometheus-host.", ge=1, le=65535)] = 9090
     prometheus_host: Annotated[
-        str, doc("Its address. 0.0.0.0 lets other hosts ask; what it tells are numbers and names, without samples.", ours=True)
+        str, doc("Address of /metrics. 0.0.0.0 lets other hosts ask; it tells numbers and names, no samples.", ours=True)
     ] = "127.0.0.1"
     prometheus_run_name: Annotated[str | None, doc("Label `run` of every metric. Unset: the run's name.")] = None
