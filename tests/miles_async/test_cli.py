@@ -106,7 +106,7 @@ def test_a_flag_is_explained_from_its_declaration(capsys):
 
     shown = explained("--tis-threshold")
     for said in (
-        *("--tis-clip NUMBER\n  Upper bound", "a number > 0", "default       2.0", "[grpo] tis_clip"),
+        *("--tis-clip NUMBER\n  For use_tis and use_icepop: upper bound", "a number > 0", "default       2.0", "[grpo] tis_clip"),
         *("tune tis_clip=VALUE, from the next step (trainer) on", "also --tis-threshold"),
         "correction bounds are ordered (objective.py)",
     ):

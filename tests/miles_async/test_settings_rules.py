@@ -64,7 +64,7 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
         ({"tools": ("python",)}, ("tools", "--apply-chat-template")),
         ({"tools": ("search",), "apply_chat_template": True}, ("tool_corpus = (unset)", "both or neither")),
         ({"tools": ("python",), "custom_agent_function_path": "a.b"}, ("an agent of your own brings its own tools",)),
-        ({"custom_agent_function_path": "a.b", "custom_generate_function_path": "c.d"}, ("it is the rollout", "Keep one")),
+        ({"custom_agent_function_path": "a.b", "custom_generate_function_path": "c.d"}, ("it is a rollout program", "Keep one")),
         ({"custom_agent_function_path": "a.b", **FUNCTION}, ("it makes all samples", "Keep one")),
         ({**FUNCTION, "num_generation_workers": 2}, ("num_generation_workers = 2", "--use-router")),
         ({**FUNCTION, "sglang_server_concurrency": 64}, ("holds the 256 samples", "Set at least 256")),

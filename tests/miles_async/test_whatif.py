@@ -136,7 +136,7 @@ def test_steps_before_a_change_and_after_a_restart_do_not_count():
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([], "no step"),
+        ([], "no trained step"),
         (record(6), "2 steps of 6 count .* 8 are needed"),
         (record(30, **{"perf/turn_s": 1.0}), "take turns on shared GPUs"),
         (record(lives=False), "no group of samples"),
