@@ -70,6 +70,17 @@ def test_every_stream_has_one_writing_room() -> None:
         assert len(stream.readers) <= 1, "an entry is deleted when one group of readers has acknowledged it"
 
 
+@each(lambda: [path for path in sources("actors") if path.parts[1] in ROOMS])
+def test_a_log_lists_every_room_that_follows_it(path: Path) -> None:
+    """What `bus ls` shows as readers. The recorder follows all that the console does, and is named with it."""
+    room = "console" if path.parts[1] == "recorder" else path.parts[1]
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.module == "bus.topology":
+            for stream in (STREAM_OF[alias.name] for alias in node.names if alias.name in STREAM_OF):
+                known = (stream.writer, *stream.tailed_by)
+                assert stream.readers or "all" in known or room in known, f"{stream.name} does not list {room}"
+
+
 def streams_written(path: Path) -> set[str]:
     """Names of streams in `Out(STREAM, ...)`, also where the choice is an expression or a variable of the function."""
     used: set[str] = set()
