@@ -119,7 +119,7 @@ def image_key(multimodal_keys: str | None) -> str:
     if not isinstance(keys, dict) or not all(isinstance(value, str) and value for value in keys.values()):
         raise ValueError("""not a JSON object of columns; write '{"image": "images"}'""")
     if odd := sorted(keys.keys() - {"image"}):
-        raise ValueError(f"{odd[0]} reaches no engine here, only image does")
+        raise ValueError(f"{odd[0]} reaches no engine here, only image does. Leave it out")
     return str(keys.get("image", ""))
 
 

@@ -197,4 +197,7 @@ def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, *, 
         parts_of(row, {name: keys[field] for name, field in fields.items()}, chat=chat, strict=True, supervised=supervised)
     except BadRow as error:
         hint = nearest(error.key, row) if "has no key" in error.problem else ""
-        raise refusal(fields[error.setting], error.key, f"{where}: {error.problem}", hint or error.remedy) from None
+        field = fields[error.setting]  # of held-out prompts another flag than the one that the row's reader names
+        named, flag = (f"--{name.replace('_', '-')}" for name in (error.setting, field))
+        remedy = error.remedy.replace(named, flag)
+        raise refusal(field, error.key, f"{where}: {error.problem}", hint or remedy) from None

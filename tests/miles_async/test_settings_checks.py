@@ -138,6 +138,9 @@ def test_bad_slices_and_wrong_keys_are_refused(data):
     assert "Write path@[a:b]" in refusal(make(f"{data}@[a:b]"))
     assert "none.jsonl: no such file" in refusal(make(f"{data}, none.jsonl"))
     assert "label_key = 'anwser'" in refusal(make(data, label_key="anwser"))
+    held = {"eval_interval": 1, "eval_prompt_data": ["held", str(data)]}
+    assert "eval_input_key = 'question'" in (said := refusal(make(data, **held, eval_input_key="question")))
+    assert "Set --eval-input-key." in said
     assert "eval_prompt_data" in refusal(make(data, eval_interval=1, eval_prompt_data=["held", "none.jsonl"]))
     assert "rollout_batch_size = 32" in refusal(make(data, num_rollout=None, num_epoch=3))
 

@@ -22,7 +22,8 @@ def read(directory: str | Path) -> Architecture:
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError) as err:
-        raise Refused(f"{directory} is no Hugging Face model directory: {path.name} can't be read ({err})") from None
+        why = err.strerror if isinstance(err, OSError) else err
+        raise Refused(f"{directory} is no Hugging Face model directory: {path.name} can't be read ({why})") from None
     return describe(config, where=str(directory))
 
 
