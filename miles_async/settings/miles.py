@@ -64,7 +64,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
     ("Metrics tell tokens a second, not their share of a peak.", "--mfu-*"),
     ("The entropy is always a metric (train/entropy_loss).", "--use-rollout-entropy"),
     ("--loss-type sft_loss needs none, and computes none.", "--disable-compute-advantages-and-returns"),
-    ("--offload-train takes it to the memory of the host.", "--offload-train-disk-*"),
+    ("--offload-train-target says where the trainer's memory goes: cpu or disk.", "--offload-train-disk-*"),
     ("One teacher tells its log-probs of the tokens that were sampled (--opd-teacher-load, --opd-teacher-urls).",
      "--opd-log-prob-top-k --opd-top-k-strategy --opd-topk-per-position --opd-reward-weight-mode --opd-teacher-key"),
     ("Use --model-dtype bfloat16.", "--extra-high-precision-*"),
@@ -110,7 +110,7 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
      "--control-server-port --rollout-health-check-* --ci-ft-*"),
     ("--ci-test checks the first step.", "--ci-*"),
     ("The router is sglang-router.", "--use-miles-router --miles-router-*"),
-    ("Of sparse attention's choices none are replayed.", "--use-rollout-indexer-replay --use-indexer-replay"),
+    ("Choices of sparse attention are not replayed.", "--use-rollout-indexer-replay --use-indexer-replay"),
     ("Evaluation shares the engines (--eval-share), one at a time; how is said by --eval-* and --eval-config.", "--eval-*"),
     ("Weights travel as --update-weight-transport says.", "--update-weight-* --p2p-* --mooncake-* --object-store-* "
      "--custom-update-weight-* --rematerialize-* --check-rematerialize-* --check-weight-update-* --check-lora-*"),
