@@ -289,8 +289,5 @@ def _bytes_in(base: Path, under: str) -> int:
 
 
 async def _ask(url: str) -> Any:
-    client = connect(url)
-    try:
+    async with connect(url) as client:
         return await check_server(client, url=url, deadline_s=ANSWER_S)
-    finally:
-        await client.aclose()

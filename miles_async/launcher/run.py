@@ -124,11 +124,8 @@ async def _train(
         ours = embedded.started_here
         url = embedded.url
     try:
-        client = connect(url)
-        try:
+        async with connect(url) as client:
             facts = await check_server(client, url=url)
-        finally:
-            await client.aclose()
         routed = routed_shape(settings.model.hf_checkpoint) if settings.grpo.use_rollout_routing_replay else None
         need = redis_need(settings.flat, expert_bytes=routed.row_bytes if routed else 0)
         for warning in filter(None, (*facts.warnings, memory_note(need, facts.max_memory_bytes, facts.url))):
