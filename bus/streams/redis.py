@@ -326,7 +326,7 @@ class Bus:
 def _kept(message: Message) -> list[str]:
     """References that go on with a message."""
     if isinstance(message, DeadLetter):
-        return [message.fields.get("blob", ""), *message.fields.get("asides", "").split()]
+        return message.kept
     return message.header().asides.split()
 
 
