@@ -30,7 +30,7 @@ def gone(vitals: Mapping[str, Vitals], silences: Mapping[str, float]) -> list[st
 
 async def forget_leavers(bus: Bus, *, idle_s: float = ENDED_S) -> list[str]:
     """Forget them; returns their names. `idle_s`: consumers that read within this time stay as well."""
-    known = await bus.vitals()  # those of another release are left out; whoever runs that release tells them apart
+    known = await bus.vitals()  # without those of another release: whoever runs that one tells them apart
     keys = [bus.keys.vitals, bus.keys.ledger, *(bus.keys.stream(s.name) for s in STREAMS if s.is_data)]
     names = await bus.link.run_script(LEAVE, keys, [int(idle_s * 1000), *gone(known, await bus.silences())])
     if names:

@@ -306,7 +306,7 @@ class Bus:
         )
 
     async def vitals(self) -> dict[str, Vitals]:
-        """Every actor's last vitals, by name; what cannot be read is left out."""
+        """Every actor's last vitals, by name; those of a release that speaks otherwise are left out."""
         found: dict[str, Vitals] = {}
         for name, raw in (await self.hash_of(self.keys.vitals)).items():
             with suppress(*UNREADABLE):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -152,11 +152,3 @@ async def _stream_with_holders(bus: Bus, stream: Stream) -> tuple[list[Head], li
     for name in await readers_of(bus, stream):
         held += await pending_entries(bus, stream, name)
     return rows, held
-
-
-def owners(pending: Iterable[Pending]) -> dict[str, int]:
-    """Holder -> entries held."""
-    count: dict[str, int] = {}
-    for p in pending:
-        count[p.owner] = count.get(p.owner, 0) + 1
-    return count

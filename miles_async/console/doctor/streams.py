@@ -57,7 +57,7 @@ def full_streams(scene: Scene) -> Iterator[Finding]:
 
 def abandoned_entries(scene: Scene) -> Iterator[Finding]:
     """Entries whose lease nobody renews and nobody takes over. The trainer alone reads groups, so it needs no lease."""
-    if not any(actor.life == "alive" for actor in scene.snapshot.actors):
+    if not scene.snapshot.living():
         return  # what a run that was stopped left for its next start
     for stream in scene.snapshot.streams.values():
         for r in stream.readers:
@@ -81,7 +81,7 @@ def open_ledger(scene: Scene) -> Iterator[Finding]:
 
 def incomplete_groups(scene: Scene) -> Iterator[Finding]:
     """Groups at the filter whose siblings do not come."""
-    alive = {a.vitals.actor for a in scene.snapshot.actors if a.life == "alive"}
+    alive = {a.vitals.actor for a in scene.snapshot.living()}
     found = [group for group in scene.places.incomplete() if scene.now - group.since > BRIEF_S]
     for group in found[:5]:
         age = scene.now - group.since
@@ -96,7 +96,7 @@ def incomplete_groups(scene: Scene) -> Iterator[Finding]:
 
 def lost_streams(scene: Scene) -> Iterator[Finding]:
     """What somebody deleted on the server while the run was at work."""
-    if not any(a.life == "alive" for a in scene.snapshot.actors):
+    if not scene.snapshot.living():
         return
     for stream in scene.snapshot.streams.values():
         gone = set(BY_NAME[stream.name].readers) - {r.readers for r in stream.readers}
@@ -106,7 +106,7 @@ def lost_streams(scene: Scene) -> Iterator[Finding]:
                 "Redis. What was on it is lost: stop the run; the same miles-async train command goes on from the checkpoint"
             )
             yield Finding("error", "stream gone", stream.name, text)
-    served = max((a.vitals.version for a in scene.snapshot.of_role("generation") if a.life == "alive"), default=-1)
+    served = max((a.vitals.version for a in scene.snapshot.living("generation")), default=-1)
     logs = {"knobs": bool(scene.knobs), "policy": scene.snapshot.policy.entries > 0}
     gone_logs = [name for name, has_some in logs.items() if not has_some]
     if gone_logs and served >= 0:
