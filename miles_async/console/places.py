@@ -9,21 +9,10 @@ import msgspec
 
 from bus import Bus, Stream
 from bus.inspect import Head, Pending, all_heads, pending_entries, readers_of
+from bus.ledger import HOME
 from bus.messages.groups import OpenGroup
-from bus.topology import (
-    EVAL_PROMPTS,
-    EVAL_ROLLOUTS,
-    EVAL_SCORED,
-    GROUPS,
-    PARKED,
-    PREFIXES,
-    PROMPTS,
-    ROLLOUTS,
-    SCORED,
-    TAIL,
-)
+from bus.topology import EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_SCORED, GROUPS, ROLLOUTS, SCORED
 
-HOME = (PROMPTS, PARKED, PREFIXES, TAIL, ROLLOUTS, SCORED, GROUPS)
 EVAL_HOME = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_SCORED)
 DOING = {
     "prompts": "to be generated",
@@ -108,7 +97,7 @@ class Places(msgspec.Struct, frozen=True):
         """Open groups by how far their slowest sample is, whatever parts they left the filter in: generation, reward, filter, kept,
         nowhere."""
         samples, kept = self.by_sample(), self.kept()
-        stage_of = {PROMPTS.name: 1, PREFIXES.name: 1, TAIL.name: 1, PARKED.name: 1, ROLLOUTS.name: 2, SCORED.name: 3}
+        stage_of = dict.fromkeys((stream.name for stream in HOME), 1) | {ROLLOUTS.name: 2, SCORED.name: 3}
         names = ("nowhere", "generation", "reward", "filter", "kept")
         slowest: dict[str, int] = {}
         for key, group in self.groups.items():
