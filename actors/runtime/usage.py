@@ -104,9 +104,8 @@ class RedisUsage:
     def __init__(self) -> None:
         self._before: tuple[float, float] | None = None
 
-    def of(self, info: str, now: float) -> dict[str, float]:
+    def of(self, told: Mapping[str, str], now: float) -> dict[str, float]:
         """`now`: seconds of a clock that does not turn back."""
-        told = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
         commands = float(told.get("total_commands_processed", "nan"))
         found = {
             "redis_memory_bytes": float(told.get("used_memory", "nan")),

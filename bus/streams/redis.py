@@ -282,9 +282,10 @@ class Bus:
         seconds, micros = await self.link.run("TIME")
         return int(seconds) + int(micros) / 1e6
 
-    async def server_info(self) -> str:
-        """The server's own account of itself, one `name:value` a line."""
-        return text_of(await self.link.run("INFO"))
+    async def server_info(self) -> dict[str, str]:
+        """The server's own account of itself, by name."""
+        lines = text_of(await self.link.run("INFO")).splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
 
     async def open_group(self, key: str) -> bytes | None:
         """What stands in the list of open groups under this group (or part of one); None when it is closed."""

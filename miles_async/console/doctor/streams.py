@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bus.server.checks import unfit
+from bus.server.checks import ServerFacts, unfit
 from bus.topology import BY_NAME
 from miles_async.console.doctor.finding import BRIEF_S, Finding, Level
 from miles_async.console.explain import incomplete_text
 from miles_async.console.scene import Scene
-from miles_async.console.server import ServerState
 from miles_async.console.text import duration, human_bytes, plural
 
 STOPS_WRITES = ("role", "append-only file", "snapshot", "memory")
@@ -22,7 +21,7 @@ def unfit_server(scene: Scene) -> Iterator[Finding]:
     yield from faults_of(scene.server)
 
 
-def faults_of(s: ServerState) -> Iterator[Finding]:
+def faults_of(s: ServerFacts) -> Iterator[Finding]:
     """The same, of what INFO says."""
     for rule, why in unfit(s.role, s.eviction).items():
         yield Finding("error", rule, "redis", f"Redis {why}")
