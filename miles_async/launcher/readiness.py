@@ -22,12 +22,12 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from actors.runtime.smi import of_gpus
 from bus.client import connect
 from bus.errors import BusRefused, BusUnreachable
 from bus.server.binary import find_server
 from bus.server.checks import ServerFacts, check_server
 from miles_async.console.text import human_bytes
-from miles_async.launcher.env_report import of_gpus
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.memory import parameters
 from miles_async.launcher.preflight import preflight
