@@ -37,16 +37,6 @@ class Letter(msgspec.Struct, frozen=True):
     letter: DeadLetter
     aside: str = ""
 
-    @property
-    def blob(self) -> str:
-        """Reference to the body that it keeps; empty when that is in the letter."""
-        return self.letter.fields.get("blob", "")
-
-    @property
-    def kept(self) -> list[str]:
-        """References to all that it keeps."""
-        return [self.blob, *self.letter.fields.get("asides", "").split()]
-
 
 class Retried(msgspec.Struct, frozen=True):
     """What a retry did: `again` (the entry is back) or `reissued` (its prompt will start as a new group)."""
@@ -112,7 +102,7 @@ def prompt_of(letter: DeadLetter) -> str:
 async def drop(bus: Bus, item: Letter) -> None:
     """Forget a letter. The accounts already hold its sample as dropped."""
     await _move(bus, item, DEAD.name, [], 0)
-    await bus.blobs.delete(item.kept)
+    await bus.blobs.delete(item.letter.kept)
 
 
 async def retry(bus: Bus, item: Letter) -> Retried:
@@ -128,8 +118,8 @@ async def retry(bus: Bus, item: Letter) -> Retried:
     opened = await bus.hash_of(bus.keys.open_groups) if group_id else {}
     if not group_id or (group_id in opened and not await _given_up(bus, letter.sample_id)):
         kind = str(message.__struct_config__.tag)
-        body = ("blob", item.blob) if item.blob else ("body", letter.body)
-        size = len(letter.body) + claimed_bytes(*item.kept)
+        body = ("blob", letter.blob) if letter.blob else ("body", letter.body)
+        size = len(letter.body) + claimed_bytes(*letter.kept)
         new_id = await _move(bus, item, letter.stream, ["type", kind, *_flat(letter.fields), *body], size)
         name = letter.sample_id or letter.entry_id
         return Retried("again", letter.stream, new_id, f"{name} is back on {letter.stream} as {new_id}")
@@ -146,7 +136,7 @@ async def _reissue(bus: Bus, item: Letter, group_id: str, prompt_id: str) -> Ret
     message = GroupsGivenUp(groups=(), prompts=(prompt_id,), reissue=True)
     fields = ["type", "policy.given_up", *message.header().fields(), "body", encode(message)]
     new_id = await _move(bus, item, POLICY.name, fields, 0)
-    await bus.blobs.delete(item.kept)
+    await bus.blobs.delete(item.letter.kept)
     who = item.letter.sample_id or "it"
     text = f"group {group_id} was closed without {who}; prompt {prompt_id} starts again as a new group"
     return Retried("reissued", POLICY.name, new_id, text)
@@ -157,12 +147,12 @@ async def _decode(bus: Bus, item: Letter) -> Any:
     letter, stream = item.letter, BY_NAME.get(item.letter.stream)
     if stream is None or not stream.is_data:
         raise CannotRetry(f"a letter from stream {letter.stream!r} cannot be retried: nobody consumes that stream.")
-    if not letter.body and not item.blob:
+    if not letter.body and not letter.blob:
         raise CannotRetry(
             f"{letter.sample_id or letter.entry_id} cannot be put back: its body lay in a blob that is gone. Drop the letter."
         )
     try:
-        body = letter.body or await bus.blobs.get(item.blob)
+        body = letter.body or await bus.blobs.get(letter.blob)
         return Decoder[Any](stream.union, stream.name).decode(body)
     except BadMessage as error:
         raise CannotRetry(f"{letter.entry_id} would die again: {error}. Drop the letter.") from error

@@ -55,12 +55,9 @@ def _identity(raw: bytes | None) -> Identity | None:
 
 async def identity_at(url: str, run: str) -> Identity | None:
     """The same before a bus is open. Raises redis-py's errors."""
-    client = connect(url)
-    try:
+    async with connect(url) as client:
         raw: Any = await client.get(Keys(run).identity)
         return _identity(raw)
-    finally:
-        await client.aclose()
 
 
 async def write_identity(bus: Bus, identity: Identity) -> None:
@@ -80,12 +77,9 @@ async def holder_of(bus: Bus, name: str) -> str:
 
 async def runs_on(url: str) -> list[str]:
     """Names of all runs on a server, from keys that every run has. Raises redis-py's errors, as no bus is open yet."""
-    client = connect(url)
     names: set[str] = set()
-    try:
+    async with connect(url) as client:
         for pattern in ("ma:{*}:identity", "ma:{*}:vitals", "ma:{*}:state"):
             async for key in client.scan_iter(match=pattern, count=1000):
                 names.add(key.decode("utf-8", "replace").partition("{")[2].rpartition("}")[0])
-    finally:
-        await client.aclose()
     return sorted(names)

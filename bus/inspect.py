@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from bus.streams.entry import Entry
-from bus.streams.hop import text_of
+from bus.streams.hop import table_of, text_of
 from bus.streams.link import Script
 from bus.streams.redis import Bus, make_entry
 from bus.topology import STREAMS, Stream
@@ -174,13 +174,13 @@ async def readers_of(bus: Bus, stream: Stream) -> list[str]:
     if not int(await bus.link.run("EXISTS", bus.keys.stream(stream.name))):
         return []
     raw = await bus.link.run("XINFO", "GROUPS", bus.keys.stream(stream.name))
-    return [text_of(_pairs(row)["name"]) for row in raw]
+    return [text_of(table_of(row)["name"]) for row in raw]
 
 
 async def consumers_of(bus: Bus, stream: Stream, readers: str) -> list[Consumer]:
     """Everybody who ever read as one of these readers and was not forgotten."""
     raw = await bus.link.run("XINFO", "CONSUMERS", bus.keys.stream(stream.name), readers)
-    rows = [_pairs(row) for row in raw]
+    rows = map(table_of, raw)
     return [Consumer(text_of(row["name"]), int(row["pending"]), int(row["idle"]) / 1000) for row in rows]
 
 
@@ -240,7 +240,3 @@ async def _read(bus: Bus, stream: Stream, command: str, start: str, stop: str, c
         blob_size = blob.rpartition(":")[2]
         found.append(Head(stream.name, text_of(entry_id), int(blob_size) if blob_size.isdigit() else int(size), fields))
     return found
-
-
-def _pairs(row: Any) -> dict[str, Any]:
-    return {text_of(name): value for name, value in zip(row[::2], row[1::2], strict=True)}

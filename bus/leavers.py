@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
-from bus.errors import UNREADABLE
 from bus.messages.control import Vitals
 from bus.streams.link import Script
 from bus.streams.redis import Bus
@@ -33,12 +30,7 @@ def gone(vitals: Mapping[str, Vitals], silences: Mapping[str, float]) -> list[st
 
 async def forget_leavers(bus: Bus, *, idle_s: float = ENDED_S) -> list[str]:
     """Forget them; returns their names. `idle_s`: consumers that read within this time stay as well."""
-    known: dict[str, Vitals] = {}
-    for name, raw in (await bus.hash_of(bus.keys.vitals)).items():
-        try:
-            known[name] = msgspec.msgpack.decode(raw, type=Vitals)
-        except UNREADABLE:
-            continue  # of another release; whoever runs that release tells them apart
+    known = await bus.vitals()  # without those of another release: whoever runs that one tells them apart
     keys = [bus.keys.vitals, bus.keys.ledger, *(bus.keys.stream(s.name) for s in STREAMS if s.is_data)]
     names = await bus.link.run_script(LEAVE, keys, [int(idle_s * 1000), *gone(known, await bus.silences())])
     if names:

@@ -15,13 +15,13 @@ bus still knows, and all others as `gone` (bus/leavers.py). So the accounts do n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import VersionSpan, spans_within
-from bus.streams.hop import text_of
+from bus.streams.hop import table_of, text_of
 from bus.streams.link import Script
 from bus.streams.redis import Bus
 from bus.topology import GROUPS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED, TAIL, Stream
@@ -228,8 +228,8 @@ async def check(bus: Bus) -> LedgerCheck:
     streams = [bus.keys.stream(stream.name) for stream in HOME]
     keys = [bus.keys.state, bus.keys.ledger, bus.keys.open_groups, *streams]
     reissue, ledger, opened, *rows = await bus.link.run_script(AUDIT, keys, [])
-    accounts = accounts_of({text_of(name): int(n) for name, n in _pairs(ledger)})
-    groups = {text_of(name): msgspec.msgpack.decode(raw, type=OpenGroup) for name, raw in _pairs(opened)}
+    accounts = accounts_of({name: int(n) for name, n in table_of(ledger).items()})
+    groups = {name: msgspec.msgpack.decode(raw, type=OpenGroup) for name, raw in table_of(opened).items()}
     return audit(
         accounts,
         groups,
@@ -305,7 +305,3 @@ def _entries(flat: Sequence[bytes]) -> list[Found]:
             )
         )
     return found
-
-
-def _pairs(flat: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
-    return zip(flat[::2], flat[1::2], strict=True)

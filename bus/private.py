@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from bus.errors import BusRefused
@@ -45,3 +46,15 @@ def write_secret(path: Path, text: str) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
     return path
+
+
+def kept_secret(path: Path, make: Callable[[], str]) -> str:
+    """The secret that such a file holds, made once; OSError where none can be kept there."""
+    try:
+        known = path.read_text().strip()
+    except OSError:
+        known = ""
+    if not known:
+        known = make()
+        write_secret(path, f"{known}\n")
+    return known

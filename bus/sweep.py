@@ -23,13 +23,13 @@ async def sweep_orphans(bus: Bus, *, older_s: float | None = None) -> int:
     if not old:
         return 0
     # Letters twice: an entry may become one, and one an entry again, while the streams are read.
-    named = {ref for item in await read_letters(bus) for ref in item.kept}
+    named = {ref for item in await read_letters(bus) for ref in item.letter.kept}
     for stream in STREAMS:
         for head in await all_heads(bus, stream):
             named.update(ref for name in ("blob", "plan", "asides", "inputs") for ref in head.fields.get(name, "").split())
     for raw in (await bus.hash_of(bus.keys.open_groups)).values():
         named |= set(msgspec.msgpack.decode(raw, type=OpenGroup).blobs)
-    named |= {ref for item in await read_letters(bus) for ref in item.kept}
+    named |= {ref for item in await read_letters(bus) for ref in item.letter.kept}
     orphans = [old[blob] for blob in old.keys() - {_id(ref) for ref in named if ref}]
     await bus.blobs.delete(orphans)
     return len(orphans)

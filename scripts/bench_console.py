@@ -229,8 +229,7 @@ async def beside(runs_dir: Path, run: str, seconds: float, rounds: int) -> dict[
             while await steps() < WARM_STEPS:  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
         of_run = [a.vitals.pid for a in (await read_snapshot(bus)).actors if a.life == "alive"]
-        info = await bus.server_info()
-        of_run.append(int(info.partition("process_id:")[2].split()[0]))
+        of_run.append(int((await bus.server_info())["process_id"]))
         found = await measure(run, runs_dir, seconds, rounds, {"run": of_run}, steps)
     means = found["cpu_and_steps_a_second"]
     alone, busy = means["no_console"], means["one_page"]

@@ -74,7 +74,7 @@ async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, 
                 }
             )
     told = await bus.server_info()
-    memory, resident = (int(re.search(rf"^{name}:(\d+)", told, re.M)[1]) for name in ("used_memory", "used_memory_rss"))  # type: ignore[index]
+    memory, resident = (int(told[name]) for name in ("used_memory", "used_memory_rss"))
     logs = [bus.keys.stream(stream.name) for stream in STREAMS if stream.cap]
     capped = sum([await bus.link.run("MEMORY", "USAGE", key) or 0 for key in logs])  # grow until they are full, which takes hours
     keys = int(await bus.link.run("DBSIZE"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -20,12 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from actors.runtime.child import PYTHON, Child
+from actors.runtime.smi import of_gpus
 
 log = logging.getLogger(__name__)
 WORKSPACE, ARCHITECTURES, GPUS = "FLASHINFER_WORKSPACE_BASE", "FLASHINFER_CUDA_ARCH_LIST", "CUDA_VISIBLE_DEVICES"
 KNOWN = {"8.0": "8.0", "8.6": "8.6", "8.9": "8.9", "9.0": "9.0a"}
 """Compute capability, as nvidia-smi has it -> FlashInfer's name of what it compiles there. Of others the name is not sure."""
-ASK_S = 20.0
 
 
 class EarlyKernels:
@@ -64,11 +63,7 @@ def missing(env: Mapping[str, str]) -> bool:
 def architectures(gpus: str) -> str:
     """FlashInfer's names for these GPUs of this host (as in CUDA_VISIBLE_DEVICES; empty: all), with spaces; empty where one has a
     capability that is not known, or nvidia-smi does not answer."""
-    ask = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", *([f"--id={gpus}"] if gpus else [])]
-    try:
-        said = subprocess.run(ask, capture_output=True, text=True, timeout=ASK_S, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    said = [row[0] for row in of_gpus("compute_cap", only=gpus)]
     return " ".join(sorted({KNOWN[one] for one in said})) if said and all(one in KNOWN for one in said) else ""
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from actors.runtime.host import lives
 from bus import Bus
-from bus.errors import UNREADABLE, BadMessage
+from bus.errors import BadMessage
 from bus.identity import Identity, read_identity
 from bus.inspect import Head, StreamFacts, newest_heads, stream_facts
 from bus.messages.active import PolicyActive
@@ -86,15 +86,15 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         """Actors of one role, by name."""
         return [a for a in self.actors if a.vitals.role == role]
 
-    @property
-    def roles_alive(self) -> set[str]:
-        return {a.vitals.role for a in self.actors if a.life == "alive"}
+    def living(self, role: str = "") -> list[ActorFacts]:
+        """Actors that are alive, of one role or of all, by name."""
+        return [a for a in self.actors if a.life == "alive" and role in ("", a.vitals.role)]
 
 
 async def read_snapshot(bus: Bus) -> Snapshot:
     """Read everything. Raises BusUnreachable after the bus's deadline."""
     (now, streams), small, vitals, silences, identity = await asyncio.gather(
-        stream_facts(bus), bus.snapshot(), bus.hash_of(bus.keys.vitals), bus.silences(), read_identity(bus)
+        stream_facts(bus), bus.snapshot(), bus.vitals(), bus.silences(), read_identity(bus)
     )
     policy, active, evals = await asyncio.gather(
         newest_heads(bus, POLICY, 64), bus.last(ACTIVE, 8), bus.last(EVAL_RESULTS, 8)
@@ -131,13 +131,9 @@ async def readable(bus: Bus, entry: Any) -> Any:
         return None  # whoever reads the stream for work reports it
 
 
-def _actors(raw: dict[str, bytes], silences: dict[str, float], late_s: float) -> tuple[ActorFacts, ...]:
+def _actors(said: dict[str, Vitals], silences: dict[str, float], late_s: float) -> tuple[ActorFacts, ...]:
     found: list[ActorFacts] = []
-    for body in raw.values():
-        try:
-            vitals = msgspec.msgpack.decode(body, type=Vitals)
-        except UNREADABLE:
-            continue  # of a release that speaks otherwise; it shows on the events stream as well
+    for vitals in said.values():
         age_s = silences.get(vitals.actor, 0.0)
         found.append(ActorFacts(vitals, age_s, lives(vitals) if age_s > late_s else None, late_s))
     return tuple(sorted(found, key=lambda a: (ROLE_ORDER.get(a.vitals.role, 99), a.vitals.actor)))

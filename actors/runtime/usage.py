@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import psutil
 
 from actors.runtime.context import Context
 from actors.runtime.deadline import within
+from actors.runtime.smi import of_gpus
 from bus import Out
 from bus.errors import BusRefused
 from bus.messages.control import USAGE, Event
@@ -81,16 +81,9 @@ class HostUsage:
 
 def gpu_usage(command: str = "nvidia-smi") -> dict[str, float]:
     """Of all GPUs of this host, `gpu0_util_share` and so on; nothing where there is none."""
-    if shutil.which(command) is None:
-        return {}
-    ask = [command, f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(ask, capture_output=True, text=True, timeout=GPU_DEADLINE_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
     found = {}
-    for number, line in enumerate(told.strip().splitlines()):
-        for (name, scale), cell in zip(GPU_QUERY.values(), line.split(","), strict=False):
+    for number, row in enumerate(of_gpus(*GPU_QUERY, units=False, command=command, within_s=GPU_DEADLINE_S)):
+        for (name, scale), cell in zip(GPU_QUERY.values(), row, strict=False):
             try:
                 found[f"gpu{number}_{name}"] = float(cell) * scale
             except ValueError:
@@ -104,9 +97,8 @@ class RedisUsage:
     def __init__(self) -> None:
         self._before: tuple[float, float] | None = None
 
-    def of(self, info: str, now: float) -> dict[str, float]:
+    def of(self, told: Mapping[str, str], now: float) -> dict[str, float]:
         """`now`: seconds of a clock that does not turn back."""
-        told = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
         commands = float(told.get("total_commands_processed", "nan"))
         found = {
             "redis_memory_bytes": float(told.get("used_memory", "nan")),

@@ -117,17 +117,26 @@ def leaves_plans(
 async def read_history(bus: Bus) -> list[KnobPatch]:
     """All patches in order, the initial values first; what is no valid patch is left out."""
     history: list[KnobPatch] = []
-    current: KnobValues | None = None
-    for entry in await bus.scan_all(STREAM):
+    await _take_up(bus, None, history, await bus.scan_all(STREAM))
+    return history
+
+
+async def _take_up(
+    bus: Bus, current: KnobValues | None, history: list[KnobPatch], entries: Sequence[Entry]
+) -> tuple[KnobValues | None, list[str]]:
+    """The values after these entries, whose patches are added to `history`; and which of them were no valid patch."""
+    rejected: list[str] = []
+    for entry in entries:
         try:
             patch = await bus.message(entry)
             after = fold(current, patch)
-        except (BadMessage, KnobRejected):
+        except (BadMessage, KnobRejected) as error:
+            rejected.append(f"{entry.id}: {error}")
             continue
         if after is not current:
             current = after
             history.append(patch)
-    return history
+    return current, rejected
 
 
 async def publish_initial(
@@ -377,16 +386,8 @@ class LiveKnobs:
     async def _fold(
         self, current: KnobValues | None, history: list[KnobPatch], entries: Sequence[Entry]
     ) -> KnobValues | None:
-        for entry in entries:
-            try:
-                patch = await self._bus.message(entry)
-                after = fold(current, patch)
-            except (BadMessage, KnobRejected) as error:
-                self.rejected = [*self.rejected[-19:], f"{entry.id}: {error}"]
-                continue
-            if after is not current:
-                current = after
-                history.append(patch)
+        current, rejected = await _take_up(self._bus, current, history, entries)
+        self.rejected = [*self.rejected, *rejected][-20:]
         self._heard.set()
         self._heard = asyncio.Event()
         return current

@@ -125,6 +125,16 @@ class DeadLetter(Message, frozen=True, kw_only=True, tag="dead.letter"):
     sample_id: str = ""
     group_id: str = ""
 
+    @property
+    def blob(self) -> str:
+        """Reference to the body that it keeps; empty when that is in the letter."""
+        return self.fields.get("blob", "")
+
+    @property
+    def kept(self) -> list[str]:
+        """References to all that it keeps."""
+        return [self.blob, *self.fields.get("asides", "").split()]
+
     def header(self) -> Header:
         return Header(id=self.sample_id or self.entry_id, group=self.group_id, note=f"{self.stream}: {self.error[:80]}")
 

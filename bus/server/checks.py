@@ -9,6 +9,7 @@ import asyncio
 import os
 import secrets
 import ssl
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -32,19 +33,55 @@ CHECK_DEADLINE_S = 10.0
 _LEAVE_OUT = "or leave --bus-url out to run an embedded one"
 
 
-class ServerFacts(msgspec.Struct, frozen=True):
-    """What start-up learned about a server. `warnings` are single lines for the operator; none of them is fatal."""
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What INFO says of a server: `redis` or `valkey`, and what decides whether a run can begin or go on there. `max_memory` 0 = no
+    limit of its own. `aof` empty = no append-only file, else `ok` or its error. `snapshot_ok`: the last one was written; a server
+    with one that was not refuses writes, unless told otherwise."""
 
-    url: str  # without password
-    software: str  # "redis" or "valkey"
-    version: tuple[int, int, int]
-    append_only: bool
-    max_memory_bytes: int  # 0 = no limit
-    warnings: tuple[str, ...] = ()
+    software: str
+    version: str
+    used_memory: int
+    max_memory: int
+    eviction: str
+    role: str
+    aof: str
+    snapshot_ok: bool
+    in_cluster: bool
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> ServerFacts:
+        """From the reply to INFO, by name (pure)."""
+        told = {name: str(value) for name, value in info.items()}
+        used, most = (told.get(name, "") for name in ("used_memory", "maxmemory"))
+        return cls(
+            software="valkey" if "valkey_version" in told else "redis",
+            version=told.get("valkey_version", told.get("redis_version", "")),
+            used_memory=int(used) if used.isdigit() else 0,
+            max_memory=int(most) if most.isdigit() else 0,
+            eviction=told.get("maxmemory_policy", "noeviction"),
+            role=told.get("role", "master"),
+            aof=told.get("aof_last_write_status", "ok") if told.get("aof_enabled", "0") != "0" else "",
+            snapshot_ok=told.get("rdb_last_bgsave_status", "ok") == "ok",
+            in_cluster=told.get("cluster_enabled", "0") != "0",
+        )
+
+    @property
+    def number(self) -> tuple[int, ...]:
+        """Of its version, three parts."""
+        parts = [int(part) for part in self.version.split(".")[:3] if part.isdigit()]
+        return tuple([*parts, 0, 0, 0][:3])
+
+    @property
+    def memory_share(self) -> float:
+        """Used part of the limit, 0 without one."""
+        return self.used_memory / self.max_memory if self.max_memory else 0.0
 
 
-async def check_server(client: Redis, *, url: str, deadline_s: float = CHECK_DEADLINE_S) -> ServerFacts:
-    """Asks the server what it is and writes one probe key that expires. Sends nothing else.
+async def check_server(
+    client: Redis, *, url: str, deadline_s: float = CHECK_DEADLINE_S
+) -> tuple[ServerFacts, tuple[str, ...]]:
+    """Asks the server what it is and writes one probe key that expires. Sends nothing else. With warnings, single lines for the
+    operator, none of them fatal.
 
     Raises BusUnreachable (nobody answers, or not in time) or BusRefused (version, eviction policy, role, rights).
     """
@@ -52,8 +89,8 @@ async def check_server(client: Redis, *, url: str, deadline_s: float = CHECK_DEA
     try:
         async with asyncio.timeout(deadline_s):
             info: dict[str, Any] = await client.info("everything")
-            facts = judge(info, url=url)
-            warning = await _probe_writing(client, where)
+            facts = ServerFacts.of(info)
+            warnings = (*judge(facts, where), *await _probe_writing(client, where))
     except AuthenticationError as error:
         raise _login_refused(where, error) from error
     except NoPermissionError as error:
@@ -74,40 +111,25 @@ async def check_server(client: Redis, *, url: str, deadline_s: float = CHECK_DEA
         raise BusRefused(
             f"{where} does not answer like a Redis: {_line(error)}. Point --bus-url at a Redis or Valkey 6.2 or newer."
         ) from error
-    return msgspec.structs.replace(facts, warnings=facts.warnings + warning)
+    return facts, warnings
 
 
-def judge(info: dict[str, Any], *, url: str) -> ServerFacts:
-    """Facts from the reply to INFO; raises BusRefused when the server is not fit (pure)."""
-    where = without_secrets(url)
-    software = "valkey" if "valkey_version" in info else "redis"
-    version = _version(str(info.get("valkey_version", info.get("redis_version", ""))))
-    dotted = ".".join(map(str, version))
-    if version < MINIMUM_VERSION:
+def judge(facts: ServerFacts, where: str) -> Iterator[str]:
+    """Warnings; raises BusRefused when the server is not fit (pure)."""
+    if facts.number < MINIMUM_VERSION:
         raise BusRefused(
-            f"bus at {where} is {software} {dotted}: 6.2 or newer is needed for claiming abandoned entries. "
-            f"Upgrade it, {_LEAVE_OUT}."
+            f"bus at {where} is {facts.software} {'.'.join(map(str, facts.number))}: 6.2 or newer is needed for claiming abandoned "
+            f"entries. Upgrade it, {_LEAVE_OUT}."
         )
-    for why in unfit(str(info.get("role", "master")), str(info.get("maxmemory_policy", "noeviction"))).values():
+    for why in unfit(facts.role, facts.eviction).values():
         raise BusRefused(f"bus at {where} {why}.")
-    max_memory = int(info.get("maxmemory", 0))
-    append_only = bool(int(info.get("aof_enabled", 0)))
-    warnings: list[str] = []
-    if not append_only:
-        warnings.append(
+    if not facts.aof:
+        yield (
             f"bus at {where} keeps no append-only file: entries since its last snapshot are lost if it crashes. "
             "Set appendonly yes there."
         )
-    if int(info.get("cluster_enabled", 0)):
-        warnings.append(f"bus at {where} is a cluster node: the run works only if this node owns the run's slot.")
-    return ServerFacts(
-        url=where,
-        software=software,
-        version=version,
-        append_only=append_only,
-        max_memory_bytes=max_memory,
-        warnings=tuple(warnings),
-    )
+    if facts.in_cluster:
+        yield f"bus at {where} is a cluster node: the run works only if this node owns the run's slot."
 
 
 def unfit(role: str, eviction: str) -> dict[Literal["role", "eviction"], str]:
@@ -137,12 +159,6 @@ async def _probe_writing(client: Redis, where: str) -> tuple[str, ...]:
             f"bus at {where} refuses writes: {_line(error)}. Free its disk or lift the restriction, {_LEAVE_OUT}."
         ) from error
     return ()
-
-
-def _version(text: str) -> tuple[int, int, int]:
-    numbers = [int(part) for part in text.split(".")[:3] if part.isdigit()]
-    major, minor, patch = [*numbers, 0, 0, 0][:3]
-    return major, minor, patch
 
 
 def _login_refused(where: str, error: BaseException) -> BusRefused:

@@ -26,7 +26,6 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from bus.clock import Clock, SystemClock
 from bus.errors import BusRefused, BusUnreachable
 from bus.private import is_private, private_directory
 from bus.server.binary import ServerBinary, find_server
@@ -44,23 +43,14 @@ class EmbeddedRedis:
     """Starts, adopts, stops and kills the server of one directory. Calls block; from a loop use `asyncio.to_thread`.
 
     The server has its own session, so a Ctrl-C in the launcher's terminal does not reach it, and it outlives a launcher
-    that is killed: the next `start()` in the same directory adopts it. `max_memory_bytes` 0 means no limit.
+    that is killed: the next `start()` in the same directory adopts it.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        binary: ServerBinary | None = None,
-        max_memory_bytes: int = 0,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, *, binary: ServerBinary | None = None) -> None:
         self.directory = Path(directory).absolute()
         self.home = self.directory / "redis"
         self.log_path = self.home / "redis.log"
         self._binary = binary
-        self._max_memory_bytes = max_memory_bytes
-        self._clock = clock or SystemClock()
         self._child: subprocess.Popen[bytes] | None = None
         self._pid: int | None = None
 
@@ -180,14 +170,14 @@ class EmbeddedRedis:
 
     def _late(self, deadline_s: float) -> Callable[[], bool]:
         """Whether `deadline_s` have gone by since now, or since a deadline at which it had read more than at the one before."""
-        end, read = self._clock.monotonic() + deadline_s, -1
+        end, read = time.monotonic() + deadline_s, -1
 
         def late() -> bool:
             nonlocal end, read
-            if self._clock.monotonic() <= end:
+            if time.monotonic() <= end:
                 return False
             before, read = read, self._bytes_read()
-            end = self._clock.monotonic() + deadline_s
+            end = time.monotonic() + deadline_s
             return read <= before
 
         return late
@@ -239,7 +229,7 @@ class EmbeddedRedis:
             "pidfile": _quoted(self.home / "redis.pid"),
             "daemonize": "no",
             "databases": "1",
-            "maxmemory": str(self._max_memory_bytes),
+            "maxmemory": "0",
             "maxmemory-policy": "noeviction",
             "save": '""',
             "stop-writes-on-bgsave-error": "no",
@@ -336,9 +326,9 @@ class EmbeddedRedis:
             except subprocess.TimeoutExpired:
                 return False
             return True
-        end = self._clock.monotonic() + deadline_s
+        end = time.monotonic() + deadline_s
         while self._owned():
-            if self._clock.monotonic() > end:
+            if time.monotonic() > end:
                 return False
             time.sleep(_PAUSE_S)
         return True

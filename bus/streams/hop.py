@@ -39,6 +39,11 @@ def text_of(value: bytes | str | int) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
+def table_of(flat: Sequence[Any]) -> dict[str, Any]:
+    """A reply's [name, value, ...] by name."""
+    return {text_of(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
 def id_key(entry_id: str) -> tuple[int, int]:
     """Entry ids in the order of the stream."""
     ms, _, seq = entry_id.partition("-")

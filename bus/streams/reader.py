@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 from bus.errors import InvariantBroken
 from bus.streams.entry import Entry
-from bus.streams.hop import id_key
+from bus.streams.hop import id_key, text_of
 from bus.streams.link import refuses_writes, translate
 from bus.streams.redis import Bus, make_entry
 from bus.streams.wire import Wire
@@ -137,15 +137,11 @@ class Reader:
         lost: set[str] = set()
         for name, group in by_stream.items():
             key = self._bus.keys.stream(name)
-            mine = await self._own_ids(key, group)
+            mine = await self._deliveries(key, [e.id for e in group])
             keep = [e for e in group if e.id in mine]
-            if keep:
-                await self._bus.link.run(
-                    "XCLAIM", key, self._readers, self.me, 0, *(e.id for e in keep), "JUSTID"
-                )  # resets idle, keeps the delivery count
-            gone = [
-                e for e in group if e.id not in mine and (name, e.id) in self.held
-            ]  # not what we finished meanwhile
+            if keep:  # JUSTID: resets idle, keeps the delivery count
+                await self._bus.link.run("XCLAIM", key, self._readers, self.me, 0, *(e.id for e in keep), "JUSTID")
+            gone = [e for e in group if e.id not in mine and (name, e.id) in self.held]  # not what we finished meanwhile
             lost |= {e.id for e in gone}
             self.forget(gone)
         return lost
@@ -156,21 +152,17 @@ class Reader:
             key = self._bus.keys.stream(entry.stream.name)
             await self._bus.link.run("XCLAIM", key, self._readers, self.me, 0, entry.id, "RETRYCOUNT", count, "JUSTID")
 
-    async def _own_ids(self, key: str, group: list[Entry]) -> set[str]:
-        """Ids of ours that are still pending under our name."""
-        return set(await self._deliveries(key, [e.id for e in group]))
-
     async def _deliveries(self, key: str, entry_ids: Sequence[str]) -> dict[str, int]:
-        """How often each of our pending entries between the first and the last of these ids was delivered."""
+        """How often each entry between the first and the last of these ids that is still pending under our name was delivered."""
         ids = sorted(entry_ids, key=id_key)
         counts: dict[str, int] = {}
         start = ids[0]
         while True:
             rows = await self._bus.link.run("XPENDING", key, self._readers, start, ids[-1], 500, self.me)
-            counts |= {_str(row[0]): int(row[3]) for row in rows}
+            counts |= {text_of(row[0]): int(row[3]) for row in rows}
             if len(rows) < 500:
                 return counts
-            start = f"({_str(rows[-1][0])}"
+            start = f"({text_of(rows[-1][0])}"
 
     async def claim(self, idle_s: float, count: int = 64) -> list[Entry]:
         """Take over up to `count` entries that no living owner has renewed for `idle_s`."""
@@ -185,9 +177,9 @@ class Reader:
                     *("COUNT", count - len(claimed)),
                 )
                 raw = [r for r in reply[1] if r is not None and r[1] is not None]
-                fresh = [r for r in raw if (stream.name, _str(r[0])) not in self.held]
+                fresh = [r for r in raw if (stream.name, text_of(r[0])) not in self.held]
                 claimed += await self._hold(stream, fresh, with_deliveries=True)
-                cursor = _str(reply[0])
+                cursor = text_of(reply[0])
                 if cursor == "0-0":
                     break
         return claimed
@@ -203,8 +195,8 @@ class Reader:
                 rows = await self._pending_rows(key, start)
                 if not rows:
                     break
-                start = f"({_str(rows[-1][0])}"
-                ids = [_str(row[0]) for row in rows if (stream.name, _str(row[0])) not in self.held]
+                start = f"({text_of(rows[-1][0])}"
+                ids = [text_of(row[0]) for row in rows if (stream.name, text_of(row[0])) not in self.held]
                 ids = ids[: count - len(found)]
                 if ids:
                     raw = await self._bus.link.run("XCLAIM", key, self._readers, self.me, 0, *ids)
@@ -226,7 +218,7 @@ class Reader:
         found: list[Entry] = []
         for name, rows in raw.items():
             # A server that lost its last second delivers anew what is held here: it is pending again, and that is all.
-            fresh = [row for row in rows if (name, _str(row[0])) not in self.held]
+            fresh = [row for row in rows if (name, text_of(row[0])) not in self.held]
             found += await self._hold(next(stream for stream in self._streams if stream.name == name), fresh)
         for entry in found:
             self._mean_bytes += 0.1 * (entry.size + 256 - self._mean_bytes) if not entry.blob else 0.0
@@ -235,8 +227,8 @@ class Reader:
     async def _hold(self, stream: Stream, rows: list[Any], *, with_deliveries: bool = False) -> list[Entry]:
         counts: dict[str, int] = {}
         if with_deliveries and rows:
-            counts = await self._deliveries(self._bus.keys.stream(stream.name), [_str(row[0]) for row in rows])
-        entries = [make_entry(stream, self._readers, row, counts.get(_str(row[0]), 1)) for row in rows]
+            counts = await self._deliveries(self._bus.keys.stream(stream.name), [text_of(row[0]) for row in rows])
+        entries = [make_entry(stream, self._readers, row, counts.get(text_of(row[0]), 1)) for row in rows]
         for entry in entries:
             self.held[(stream.name, entry.id)] = entry
         return entries
@@ -331,12 +323,8 @@ def _by_stream(reply: Any, streams: Sequence[Stream]) -> dict[str, list[Any]]:
         return {}
     rows: dict[str, list[Any]] = {}
     for key, entries in reply:
-        name = _str(key).rpartition("}:")[2]
+        name = text_of(key).rpartition("}:")[2]
         if all(name != s.name for s in streams):
             raise InvariantBroken(f"Redis answered for stream {name!r}, which was not asked for")
         rows[name] = list(entries)
     return rows
-
-
-def _str(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

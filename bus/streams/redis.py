@@ -19,12 +19,12 @@ from bus.blobs.api import BlobStore, claimed_bytes
 from bus.blobs.files import FileBlobs
 from bus.blobs.redis import RedisBlobs
 from bus.clock import Clock, SystemClock
-from bus.errors import DeadlineExceeded, InvariantBroken
+from bus.errors import UNREADABLE, DeadlineExceeded, InvariantBroken
 from bus.messages.base import Message
 from bus.messages.codec import Decoder, encode
 from bus.messages.control import DeadLetter, Vitals
 from bus.streams.entry import Commit, CommitResult, Entry, Out, RunSnapshot
-from bus.streams.hop import Placed, hop_args, text_of
+from bus.streams.hop import Placed, hop_args, table_of, text_of
 from bus.streams.keys import Keys, StreamKeys
 from bus.streams.link import BATCH, Job, Link, Script
 from bus.topology import STREAMS, Stream
@@ -282,9 +282,10 @@ class Bus:
         seconds, micros = await self.link.run("TIME")
         return int(seconds) + int(micros) / 1e6
 
-    async def server_info(self) -> str:
-        """The server's own account of itself, one `name:value` a line."""
-        return text_of(await self.link.run("INFO"))
+    async def server_info(self) -> dict[str, str]:
+        """The server's own account of itself, by name."""
+        lines = text_of(await self.link.run("INFO")).splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
 
     async def open_group(self, key: str) -> bytes | None:
         """What stands in the list of open groups under this group (or part of one); None when it is closed."""
@@ -293,26 +294,23 @@ class Bus:
 
     async def hash_of(self, key: str) -> dict[str, bytes]:
         """A whole hash with text keys."""
-        flat = await self.link.run("HGETALL", key)
-        return {text_of(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        return table_of(await self.link.run("HGETALL", key))
 
     async def snapshot(self) -> RunSnapshot:
         """State, accounts and open groups at one instant: what a checkpoint keeps of the bus."""
         keys = [self.keys.state, self.keys.ledger, self.keys.open_groups]
-        state, ledger, groups = (
-            dict(zip(flat[::2], flat[1::2], strict=True)) for flat in await self.link.run_script(SNAPSHOT, keys, [])
-        )
+        state, ledger, groups = map(table_of, await self.link.run_script(SNAPSHOT, keys, []))
         return RunSnapshot(
-            state={text_of(k): text_of(v) for k, v in state.items()},
-            ledger={text_of(k): int(v) for k, v in ledger.items()},
-            open_groups={text_of(k): v for k, v in groups.items()},
+            state={name: text_of(value) for name, value in state.items()},
+            ledger={account: int(n) for account, n in ledger.items()},
+            open_groups=groups,
         )
 
     async def vitals(self) -> dict[str, Vitals]:
-        """Every actor's last vitals, by name; what cannot be read is left out."""
+        """Every actor's last vitals, by name; those of a release that speaks otherwise are left out."""
         found: dict[str, Vitals] = {}
         for name, raw in (await self.hash_of(self.keys.vitals)).items():
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with suppress(*UNREADABLE):
                 found[name] = msgspec.msgpack.decode(raw, type=Vitals)
         return found
 
@@ -322,15 +320,14 @@ class Bus:
 
     async def silences(self) -> dict[str, float]:
         """Seconds since each actor's last vitals, by the server's clock alone."""
-        heard = await self.hash_of(self.keys.heard)
-        seconds, micros = map(int, await self.link.run("TIME"))
-        return {name: max(0.0, seconds + micros / 1e6 - int(at) / 1000) for name, at in heard.items()}
+        heard, now = await self.hash_of(self.keys.heard), await self.server_time()
+        return {name: max(0.0, now - int(at) / 1000) for name, at in heard.items()}
 
 
 def _kept(message: Message) -> list[str]:
     """References that go on with a message."""
     if isinstance(message, DeadLetter):
-        return [message.fields.get("blob", ""), *message.fields.get("asides", "").split()]
+        return message.kept
     return message.header().asides.split()
 
 

@@ -80,7 +80,7 @@ class Run:
         from bus.errors import BusUnreachable
 
         async def body(bus: Bus) -> bool:
-            return any(actor.life == "alive" for actor in (await read_snapshot(bus)).actors)
+            return bool((await read_snapshot(bus)).living())
 
         try:
             return self._ask(body, look=False)

@@ -108,7 +108,7 @@ def _settings(command: str, given: list[str], last: str, now: str) -> Iterable[s
         return [name.replace("_", "-") for name in catalog()]
     spec = known_flags().get(last)
     if spec is not None and spec.kind != "bool" and not now.startswith("-"):
-        return [*spec.shape.choices, *spec.shipped, *(["auto"] if spec.auto is not None else [])]
+        return [*spec.choices, *spec.shipped, *(["auto"] if spec.auto is not None else [])]
     if now.startswith("-"):
         return [*known_flags(), DRY_RUN, EXPLAIN, FLAG, *HELP, "--run", "--runs-dir"]
     if last.startswith("-") and spec is None:

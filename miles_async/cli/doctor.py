@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         from miles_async.console.whatif.advice import advise
 
         scene = await read_scene(bus, ref.run_dir)
-        slots = sum(a.vitals.slots for a in scene.snapshot.of_role("generation") if a.life == "alive")
+        slots = sum(a.vitals.slots for a in scene.snapshot.living("generation"))
         advice = await asyncio.to_thread(advise, scene.record, slots=slots) if scene.record is not None else None
         findings = diagnose(scene)
         wrong = [finding for finding in findings if finding.level != "info"]

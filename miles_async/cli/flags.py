@@ -204,9 +204,9 @@ def usage(spec: FieldSpec) -> str:
     if spec.kind == "table":
         return f"{spec.prefix}NAME [VALUE ...]"
     if spec.kind == "choice":
-        metavar = "{" + ",".join(spec.shape.choices) + "}"
+        metavar = "{" + ",".join(spec.choices) + "}"
     if spec.kind == "list":
-        metavar = f"{METAVARS[spec.shape.item]} ..."
+        metavar = f"{METAVARS[spec.item]} ..."
     return f"{spec.flag} {metavar}"
 
 

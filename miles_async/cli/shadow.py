@@ -106,15 +106,11 @@ async def _go(
 def _recorded(plan: "ShadowPlan", run_dir: Path, before: RunSettings, model: Path) -> "Source":
     from miles_async.console.shadow.recorded import Recorded, special_words
 
+    kind: type[Recorded] = Recorded
+    if plan.what == "loss":
+        from miles_async.console.shadow.losses import Batches as kind
     unseen = special_words(model) if before.rollout.rollout_skip_special_tokens else ()
-    found = Recorded(
-        run_dir, before.ckpt.save_debug_rollout_data, share=plan.share, tokens=plan.what != "reward", unseen=unseen
-    )
-    if plan.what != "loss":
-        return found
-    from miles_async.console.shadow.losses import Batches
-
-    return Batches(found)
+    return kind(run_dir, before.ckpt.save_debug_rollout_data, share=plan.share, tokens=plan.what != "reward", unseen=unseen)
 
 
 def _comparer(plan: "ShadowPlan", settings: tuple[RunSettings, RunSettings], model: Path) -> "Comparer":

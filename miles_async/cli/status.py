@@ -40,10 +40,11 @@ async def _unheard(bus: "Bus", snapshot: "Snapshot") -> tuple[str, ...]:
     """Why heartbeats may not arrive though their actors live: what is wrong with the Redis, where an actor is silent."""
     if all(actor.life == "alive" for actor in snapshot.actors):
         return ()
+    from bus.server.checks import ServerFacts
     from miles_async.console.doctor.streams import STOPS_WRITES, faults_of
-    from miles_async.console.server import read_server
 
-    return tuple(fault.text for fault in faults_of(await read_server(bus)) if fault.rule in STOPS_WRITES and fault.level == "error")
+    faults = faults_of(ServerFacts.of(await bus.server_info()))
+    return tuple(fault.text for fault in faults if fault.rule in STOPS_WRITES and fault.level == "error")
 
 
 async def document(bus: "Bus") -> dict[str, Any]:

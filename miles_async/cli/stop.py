@@ -111,7 +111,7 @@ async def _living(ref: RunRef) -> tuple[bool, list[str]]:
             snapshot = await read_snapshot(bus)
     except BusUnreachable:
         return False, []
-    return True, [actor.vitals.actor for actor in snapshot.actors if actor.life == "alive"]
+    return True, [actor.vitals.actor for actor in snapshot.living()]
 
 
 def living_actors(ref: RunRef) -> dict[str, int]:

@@ -173,13 +173,13 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
 
 
 async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
-    import asyncio
     import gc
 
     import msgspec
 
     from actors.generation.actor import GenerationSpec
     from actors.generation.actor import run as room
+    from actors.runtime.deadline import beside
     from actors.runtime.run import EXIT_DONE, log_to_stderr, run_process
     from bus.errors import BusRefused
 
@@ -200,10 +200,8 @@ async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
     gc.enable()
 
     async def body(context: "Context", told: GenerationSpec) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(stay.watch(context), name="stay")
+        async with beside(stay.watch(context)):
             await room(context, told, spare)
-            watching.cancel()
 
     code = await run_process(spec, told, body)
     if code == EXIT_DONE and stay.taken:

@@ -226,9 +226,9 @@ async def until_over(bus: Bus) -> None:
 
     while True:
         try:
-            actors = (await read_snapshot(bus)).actors
+            snapshot = await read_snapshot(bus)
         except BusUnreachable:
             return
-        if actors and not any(actor.life == "alive" for actor in actors):
+        if snapshot.actors and not snapshot.living():
             return
         await asyncio.sleep(LOOK_S)

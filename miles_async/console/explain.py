@@ -29,7 +29,7 @@ TURN_WAIT = ("the trainer's turn", UNLENT)  # as long as a step takes or longer,
 
 def explain(scene: Scene) -> list[tuple[str, str]]:
     """(actor, sentence) for each living actor."""
-    return [(a.vitals.actor, _sentence(a, scene)) for a in scene.snapshot.actors if a.life == "alive"]
+    return [(a.vitals.actor, _sentence(a, scene)) for a in scene.snapshot.living()]
 
 
 def _sentence(actor: ActorFacts, scene: Scene) -> str:
@@ -99,8 +99,8 @@ def held_up(scene: Scene) -> str:
     and 4 samples wait for one`."""
     stages, policy = scene.places.stages(), scene.snapshot.policy
     count = {room: stages[room] for room in ("generation", "reward", "filter")}
-    workers = [a for a in scene.snapshot.of_role("generation") if a.life == "alive"]
-    waiting = {a.vitals.role: a.vitals.waits_for for a in scene.snapshot.actors if a.life == "alive"}
+    workers = scene.snapshot.living("generation")
+    waiting = {a.vitals.role: a.vitals.waits_for for a in scene.snapshot.living()}
     if not workers:
         return "no generation worker is alive"
     if policy.active < 0:
@@ -137,7 +137,7 @@ def held_up(scene: Scene) -> str:
 
 def taken_slots(scene: Scene) -> tuple[int, int]:
     """Samples that living workers have, and may have."""
-    workers = [a.vitals for a in scene.snapshot.of_role("generation") if a.life == "alive"]
+    workers = [a.vitals for a in scene.snapshot.living("generation")]
     return sum(v.in_flight for v in workers), sum(v.slots for v in workers)
 
 

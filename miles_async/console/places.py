@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from bus import Bus, Stream
 from bus.inspect import Head, Pending, all_heads, pending_entries, readers_of
+from bus.ledger import HOME
 from bus.messages.groups import OpenGroup
-from bus.topology import (
-    EVAL_PROMPTS,
-    EVAL_ROLLOUTS,
-    EVAL_SCORED,
-    GROUPS,
-    PARKED,
-    PREFIXES,
-    PROMPTS,
-    ROLLOUTS,
-    SCORED,
-    TAIL,
-)
+from bus.topology import EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_SCORED, GROUPS, ROLLOUTS, SCORED
 
-HOME = (PROMPTS, PARKED, PREFIXES, TAIL, ROLLOUTS, SCORED, GROUPS)
 EVAL_HOME = (EVAL_PROMPTS, EVAL_ROLLOUTS, EVAL_SCORED)
 DOING = {
     "prompts": "to be generated",
@@ -108,7 +97,7 @@ class Places(msgspec.Struct, frozen=True):
         """Open groups by how far their slowest sample is, whatever parts they left the filter in: generation, reward, filter, kept,
         nowhere."""
         samples, kept = self.by_sample(), self.kept()
-        stage_of = {PROMPTS.name: 1, PREFIXES.name: 1, TAIL.name: 1, PARKED.name: 1, ROLLOUTS.name: 2, SCORED.name: 3}
+        stage_of = dict.fromkeys((stream.name for stream in HOME), 1) | {ROLLOUTS.name: 2, SCORED.name: 3}
         names = ("nowhere", "generation", "reward", "filter", "kept")
         slowest: dict[str, int] = {}
         for key, group in self.groups.items():
@@ -152,11 +141,3 @@ async def _stream_with_holders(bus: Bus, stream: Stream) -> tuple[list[Head], li
     for name in await readers_of(bus, stream):
         held += await pending_entries(bus, stream, name)
     return rows, held
-
-
-def owners(pending: Iterable[Pending]) -> dict[str, int]:
-    """Holder -> entries held."""
-    count: dict[str, int] = {}
-    for p in pending:
-        count[p.owner] = count.get(p.owner, 0) + 1
-    return count

@@ -1,6 +1,6 @@
 // Curves of one or several runs, events and what the hosts did, for the report's page: data, lines, charts, zoom.
 
-import { CHARTS, DASHES, HUES, RUN_HUES, colour, line, yScale } from "./web/static/chartlist.js";
+import { CHARTS, DASHES, HUES, RUN_HUES, colour, line, uprights, yScale } from "./web/static/chartlist.js";
 import { byId, el, say } from "./web/static/dom.js";
 import { clockTime, count, duration, percent, short } from "./web/static/format.js";
 
@@ -208,24 +208,9 @@ export class Chart {
     };
   }
 
-  /** Upright lines where knobs were turned and where the trainer was restored. */
   mark(plot) {
     if (!page.marks || this.spec.spread || this.spec.events) return;
-    const { ctx, bbox } = plot;
-    ctx.save();
-    for (const run of this.spec.stacked ? shown().slice(0, 1) : shown()) for (const [kind, hue, dash] of [["knob", "grey", [2, 3]], ["restart", "red", [5, 4]]]) {
-      ctx.strokeStyle = colour(hue);
-      ctx.setLineDash(dash);
-      for (const at of places(run, [kind])) {
-        const x = Math.round(plot.valToPos(at, "x", true));
-        if (x < bbox.left || x > bbox.left + bbox.width) continue;
-        ctx.beginPath();
-        ctx.moveTo(x, bbox.top);
-        ctx.lineTo(x, bbox.top + bbox.height);
-        ctx.stroke();
-      }
-    }
-    ctx.restore();
+    for (const run of this.spec.stacked ? shown().slice(0, 1) : shown()) uprights(plot, places(run, ["knob"]), places(run, ["restart"]));
   }
 
   /** The values at a point of the plot, or the last ones. */

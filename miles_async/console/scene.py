@@ -22,10 +22,10 @@ from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
 from bus.messages.control import DeadLetter, Event
 from bus.messages.policy import StepDone
+from bus.server.checks import ServerFacts
 from bus.streams.hop import id_key
 from bus.topology import DEAD, EVENTS, POLICY, VERDICTS
 from miles_async.console.places import Places, read_places
-from miles_async.console.server import ServerState, read_server
 from miles_async.governor.standing import Standing, read_standing
 
 NEWS_S, MOST_DEAD = 600.0, 50
@@ -47,7 +47,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
 
     snapshot: Snapshot
     places: Places
-    server: ServerState
+    server: ServerFacts
     ledger: LedgerCheck
     verdicts: list[Head]
     dead: list[Head]
@@ -79,8 +79,8 @@ async def read_scene(
     recent enough for the one who looks; else another is made, which holds the server. `of_late`: of who looks again."""
     if ledger is None:
         ledger = await check(bus)
-    snapshot, places, server, time = await asyncio.gather(
-        read_snapshot(bus), read_places(bus), read_server(bus), bus.server_time()
+    snapshot, places, info, time = await asyncio.gather(
+        read_snapshot(bus), read_places(bus), bus.server_info(), bus.server_time()
     )
     of_late = of_late or OfLate()
     verdicts, dead, patches, (uncommitted, steps), news = await asyncio.gather(
@@ -95,7 +95,7 @@ async def read_scene(
     return Scene(
         snapshot=snapshot,
         places=places,
-        server=server,
+        server=ServerFacts.of(info),
         ledger=ledger,
         verdicts=verdicts,
         dead=dead,

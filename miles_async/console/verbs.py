@@ -51,7 +51,7 @@ class Verbs:
         for name, knob in found["knobs"].items():
             spec = catalog()[name]
             knob |= {"shown": shown_value(knob["value"], spec), "group": spec.group}
-            knob["choices"] = ["true", "false"] if spec.kind == "bool" else list(spec.shape.choices or spec.shipped)
+            knob["choices"] = ["true", "false"] if spec.kind == "bool" else list(spec.choices or spec.shipped)
         log = [
             {"epoch": p.epoch, "wall": p.wall, "author": p.author, "reason": p.reason,
              "values": {} if p.kinds else {"": changes_text(p)} if p.plan or p.planned

@@ -21,10 +21,19 @@ TIDY_S = 600.0
 
 
 class Audits:
-    """When to audit: at once, and then so seldom that audits take AUDIT_SHARE of the time (pure)."""
+    """Of the ledger: at once, and then so seldom that audits take AUDIT_SHARE of the time."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
+        self._newest: LedgerCheck | None = None
+
+    async def newest(self, bus: Bus) -> LedgerCheck:
+        """One that is made now, where one is due."""
+        began = bus.clock.monotonic()
+        if self._newest is None or self.due(began):
+            self._newest = await check(bus)
+            self.done(began, bus.clock.monotonic())
+        return self._newest
 
     def due(self, now_s: float) -> bool:
         return now_s >= self._next_s
@@ -41,14 +50,10 @@ async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist
     first_seen: dict[tuple[str, str], float] = {}
     told: set[tuple[str, str]] = set()
     audits, of_late, tidy_s = Audits(), OfLate(), 0.0
-    ledger: LedgerCheck | None = None
     while not stop.is_set():
         try:
-            now = bus.clock.monotonic()
-            if audits.due(now):
-                ledger = await check(bus)
-                audits.done(now, bus.clock.monotonic())
-            if now >= tidy_s:
+            ledger = await audits.newest(bus)
+            if (now := bus.clock.monotonic()) >= tidy_s:
                 tidy_s = now + TIDY_S
                 await forget_leavers(bus)
                 await sweep_orphans(bus)

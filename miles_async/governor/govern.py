@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from actors.recorder.feed import Feed
+from actors.runtime.deadline import first_of
 from bus import Bus, Commit, Out
 from bus.errors import BusFull, BusUnreachable, KnobRejected
 from bus.knobs import propose
@@ -45,10 +46,7 @@ async def govern(bus: Bus, feed: Feed, stop: asyncio.Event) -> None:
                 continue
             except (BusUnreachable, BusFull):
                 pass  # the actors meet the same; decided again with the next step
-        waiting = [asyncio.ensure_future(feed.heard()), asyncio.ensure_future(stop.wait())]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
+        await first_of(feed.heard(), stop.wait())
 
 
 async def act(bus: Bus, seen: Look, decision: Decision, told: set[tuple[str, str]]) -> None:

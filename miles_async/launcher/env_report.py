@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
@@ -16,13 +15,14 @@ from typing import Any
 import msgspec
 import psutil
 
+from actors.runtime.smi import of_gpus
+
 FILE = "env_report.json"
 READ_BY_LIBRARIES = re.compile(
     r"^(CUDA|CUBLAS|NCCL|NVTE|TORCH|PYTORCH|TRITON|SGLANG|SGL|FLASH|HF|TRANSFORMERS|TOKENIZERS|OMP|MKL|GLOO|UCX|RAY|SLURM|PYTHON|LD)_?"
 )
 SECRET = re.compile(r"TOKEN$|_TOKEN|KEY|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 GPU_FIELDS = ("name", "driver_version", "memory.total", "ecc.mode.current", "persistence_mode")
-ASK_S = 20.0
 
 
 def write_env_report(run_dir: Path) -> Path:
@@ -48,13 +48,3 @@ def environment() -> dict[str, Any]:
         "packages": {d.metadata["Name"]: d.version for d in packages},
         "variables": {k: v for k, v in variables if READ_BY_LIBRARIES.match(k) and not SECRET.search(k)},
     }
-
-
-def of_gpus(*fields: str, form: str = "csv,noheader") -> list[list[str]]:
-    """What nvidia-smi says of each GPU of this host, field by field; nothing without it."""
-    ask = ["nvidia-smi", f"--query-gpu={','.join(fields)}", f"--format={form}"]
-    try:
-        told = subprocess.run(ask, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [[cell.strip() for cell in line.split(",")] for line in told.strip().splitlines()]

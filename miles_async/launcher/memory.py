@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from actors.runtime.run import Refused
+from actors.runtime.smi import of_gpus
 from actors.trainer.batch.memory import (
     GATHERED_BYTES,
     SHARED_BYTES,
@@ -27,7 +28,6 @@ from actors.trainer.batch.memory import (
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.layout import Layout, Shape, layout_of, refusals
-from miles_async.launcher.env_report import of_gpus
 from miles_async.launcher.plan import told
 from miles_async.settings.colocate import memory_fraction
 from miles_async.settings.errors import SettingsError, refusal, show
@@ -372,7 +372,7 @@ def host_bytes() -> int:
 def gpu_bytes() -> int | None:
     """Memory of the smallest GPU of this host; None without nvidia-smi."""
     try:
-        return min(int(mib) << 20 for [mib] in of_gpus("memory.total", form="csv,noheader,nounits"))
+        return min(int(mib) << 20 for [mib] in of_gpus("memory.total", units=False))
     except ValueError:
         return None
 

@@ -39,7 +39,7 @@ from bus.errors import KnobRejected
 from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import leaves_plans, pending, publish_initial, read_history, values_at
 from bus.messages.control import Kind, KnobPatch
-from bus.private import private_directory, write_secret
+from bus.private import kept_secret, private_directory
 from bus.streams.redis import LIFE
 from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
@@ -198,17 +198,9 @@ def place_of(settings: RunSettings) -> Place:
 def engine_token(run_dir: Path) -> str:
     """What the engines and the router of a run ask of their callers: the user's (for engines of his own), or one made once per run
     and kept, because engines outlive a launcher."""
-    if given := os.environ.get(ENGINE_TOKEN):
-        return given
-    file = run_dir / "engine.token"
-    try:
-        known = file.read_text().strip()
-    except OSError:
-        known = ""
-    if not known:
-        known = secrets.token_hex(32)  # hexadecimal: none that looks like a flag
-        write_secret(file, f"{known}\n")
-    return known
+    given = os.environ.get(ENGINE_TOKEN)
+    # Hexadecimal: none that looks like a flag.
+    return given or kept_secret(run_dir / "engine.token", lambda: secrets.token_hex(32))
 
 
 def router_of(settings: RunSettings, run_dir: Path) -> dict[str, Any]:

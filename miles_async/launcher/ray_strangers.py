@@ -23,8 +23,8 @@ async def refuse_strangers(bus: Bus, names: Collection[str], kept: Collection[st
     first: dict[str, float] = {}
     until = bus.clock.monotonic() + WAIT_S
     while True:
-        found = [a for a in (await read_snapshot(bus)).actors if a.vitals.actor in names and a.vitals.actor not in kept]
-        alive = {a.vitals.actor: a.vitals for a in found if a.life == "alive"}
+        living = [a.vitals for a in (await read_snapshot(bus)).living()]
+        alive = {v.actor: v for v in living if v.actor in names and v.actor not in kept}
         beating = [v for name, v in alive.items() if first.setdefault(name, v.wall) != v.wall]
         if beating and (len(beating) == len(alive) or bus.clock.monotonic() > until):
             who = ", ".join(f"{v.actor} on {v.host} (pid {v.pid})" for v in beating[:SHOWN])

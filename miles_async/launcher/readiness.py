@@ -22,12 +22,12 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from actors.runtime.smi import of_gpus
 from bus.client import connect
 from bus.errors import BusRefused, BusUnreachable
 from bus.server.binary import find_server
-from bus.server.checks import check_server
+from bus.server.checks import ServerFacts, check_server
 from miles_async.console.text import human_bytes
-from miles_async.launcher.env_report import of_gpus
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.memory import parameters
 from miles_async.launcher.preflight import preflight
@@ -189,17 +189,17 @@ def bus(s: RunSettings) -> Iterator[Finding]:
             yield Finding("ok", "bus", f"{server.path} {'.'.join(map(str, server.version))}, started with the run")
         return
     try:
-        facts = asyncio.run(_ask(s.bus.bus_url))
+        facts, warnings = asyncio.run(_ask(s.bus.bus_url))
     except (BusRefused, BusUnreachable) as error:
         yield Finding("wrong", "bus", str(error))
         return
-    yield from (Finding("note", "bus", warning) for warning in facts.warnings)
-    if facts.max_memory_bytes:
+    yield from (Finding("note", "bus", warning) for warning in warnings)
+    if facts.max_memory:
         wants = redis_need(s.flat).n_bytes
-        yield _room("bus memory", facts.max_memory_bytes, wants, "every answer at its longest", "writers wait for space; "
+        yield _room("bus memory", facts.max_memory, wants, "every answer at its longest", "writers wait for space; "
                     "raise its maxmemory, or lower --max-weight-staleness or --save-interval", "note")  # fmt: skip
     else:
-        yield Finding("ok", "bus", f"{facts.software} {'.'.join(map(str, facts.version))} answers, no maxmemory")
+        yield Finding("ok", "bus", f"{facts.software} {'.'.join(map(str, facts.number))} answers, no maxmemory")
 
 
 def limits(s: RunSettings) -> Iterator[Finding]:
@@ -288,9 +288,6 @@ def _bytes_in(base: Path, under: str) -> int:
     return sum(file.stat().st_size for root in roots if root.is_dir() for file in root.rglob("*") if file.is_file())
 
 
-async def _ask(url: str) -> Any:
-    client = connect(url)
-    try:
+async def _ask(url: str) -> tuple[ServerFacts, tuple[str, ...]]:
+    async with connect(url) as client:
         return await check_server(client, url=url, deadline_s=ANSWER_S)
-    finally:
-        await client.aclose()

@@ -30,7 +30,7 @@ from actors.runtime.loop import run_loop
 from actors.runtime.prompts import routed_shape
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED, disk_text
 from bus import Bus, Commit, Out, SystemClock
-from bus.client import connect
+from bus.client import connect, without_secrets
 from bus.errors import BusFull, BusUnreachable, BusWentBack, MilesAsyncError
 from bus.messages.control import ActorState, Event, Vitals
 from bus.server.checks import check_server
@@ -124,14 +124,11 @@ async def _train(
         ours = embedded.started_here
         url = embedded.url
     try:
-        client = connect(url)
-        try:
-            facts = await check_server(client, url=url)
-        finally:
-            await client.aclose()
+        async with connect(url) as client:
+            facts, warnings = await check_server(client, url=url)
         routed = routed_shape(settings.model.hf_checkpoint) if settings.grpo.use_rollout_routing_replay else None
         need = redis_need(settings.flat, expert_bytes=routed.row_bytes if routed else 0)
-        for warning in filter(None, (*facts.warnings, memory_note(need, facts.max_memory_bytes, facts.url))):
+        for warning in filter(None, (*warnings, memory_note(need, facts.max_memory, without_secrets(url)))):
             print(f"note: {warning}", file=sys.stderr)
         write_run_file(run_dir, run=settings.launch.name, bus_url=url)
         left = RESTORES

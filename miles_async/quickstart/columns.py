@@ -81,8 +81,6 @@ COLUMNS = Task(
     vocabulary=(*SPECIAL, *string.digits, "=", MARK, *LINES),
     max_tokens=448,
     data_seed=20261122,
-    train=2400,
-    held_out=240,
     most=20_000,
     shape=Shape(layers=3, heads=2, kv_heads=1),
     lessons=WarmStart(learn_steps=700, careless_steps=60, batch_size=24, parts=4),

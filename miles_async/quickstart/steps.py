@@ -36,11 +36,6 @@ def draw(rng: random.Random) -> Problem:
     return problem([first, *(f"{rng.choice('+-')}{rng.randint(11, 999)}" for _ in range(steps - 1))])
 
 
-def draw_lesson(rng: random.Random, _share: float) -> Problem:
-    """One calculation of lesson 1, whose kinds stay the same throughout."""
-    return draw(rng)
-
-
 def problem(steps: list[str]) -> Problem:
     """The problem of these steps: the first a whole expression, the others what is behind the result so far."""
     results = results_of(steps)
@@ -82,13 +77,10 @@ def careless(rng: random.Random, asked: Problem) -> str:
 STEPS = Task(
     name="steps",
     draw=draw,
-    draw_lesson=draw_lesson,
     careless=careless,
     vocabulary=(*SPECIAL, *"0123456789+-*;=", CALL, CALLED, *TOLD),
     max_tokens=256,
     data_seed=20261123,
-    train=2400,
-    held_out=240,
     most=20_000,
     told=TOLD,
     template=TEMPLATE,

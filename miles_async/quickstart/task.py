@@ -74,9 +74,6 @@ class Task:
     name: str
     draw: Callable[[random.Random], Problem]
     """One problem as the task has them. Two draws may give the same text."""
-    draw_lesson: Callable[[random.Random, float], Problem]
-    """One problem for lesson 1 of the warm start, the hard ones more often; the number is the share of the lesson that is
-    done, 0 to 1, for tasks that begin with easy ones."""
     careless: Callable[[random.Random, Problem], str]
     """A response for lesson 2 of the warm start, mostly a wrong one."""
     vocabulary: tuple[str, ...]
@@ -85,12 +82,15 @@ class Task:
     """Longest sequence (prompt and response) the model is configured for."""
     data_seed: int
     """Seed of the files shipped in `configs/data/`."""
-    train: int
-    """Training problems in the shipped files."""
-    held_out: int
-    """Held-out problems in the shipped files."""
     most: int
     """Most problems of one data set: well below the number of different ones."""
+    draw_lesson: Callable[[random.Random, float], Problem] | None = None
+    """One problem for lesson 1 of the warm start, the hard ones more often; the number is the share of the lesson that is
+    done, 0 to 1, for tasks that begin with easy ones. None: as `draw` throughout."""
+    train: int = 2400
+    """Training problems in the shipped files."""
+    held_out: int = 240
+    """Held-out problems in the shipped files."""
     told: tuple[str, str] = ("", "")
     """Marks around what the environment says within `Problem.written`; empty = it says nothing."""
     template: str = ""
@@ -110,7 +110,7 @@ class Task:
         """`count` problems of lesson 1 from `seed`, none of whose prompts is in `without`."""
         rng, given = random.Random(seed), 0
         while given < count:
-            problem = self.draw_lesson(rng, given / count)
+            problem = self.draw_lesson(rng, given / count) if self.draw_lesson is not None else self.draw(rng)
             if problem.prompt not in without:
                 given += 1
                 yield problem

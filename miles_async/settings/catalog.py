@@ -8,7 +8,7 @@ import types
 import typing
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -39,34 +39,22 @@ def passed_on(flag: str) -> tuple[str, str] | None:
     return None
 
 
-class Shape(NamedTuple):
-    """What an annotation says: kind of value, kind of list items, whether it may be unset, choices, bounds."""
-
-    kind: Kind
-    item: Kind
-    optional: bool
-    choices: tuple[str, ...]
-    bounds: msgspec.Meta | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class FieldSpec(Facts):
-    """One settings field. `type` is its annotation with bounds, as msgspec converts to it."""
+    """One settings field. `type` is its annotation with bounds, as msgspec converts to it; `text` its meaning; `item` the kind of a
+    list's items; `optional`: it may be unset."""
 
     name: str
     group: str
     type: Any
     default: Any
-    shape: Shape
-    meta: msgspec.Meta
-
-    @property
-    def kind(self) -> Kind:
-        return self.shape.kind
-
-    @property
-    def optional(self) -> bool:
-        return self.shape.optional
+    text: str
+    kind: Kind
+    item: Kind
+    optional: bool
+    choices: tuple[str, ...] = ()
+    limits: msgspec.Meta
+    """Where its bounds stand."""
 
     @property
     def flag(self) -> str:
@@ -83,14 +71,9 @@ class FieldSpec(Facts):
         return PREFIXES.get(self.name, ("--",))[0]
 
     @property
-    def text(self) -> str:
-        return self.meta.description or ""
-
-    @property
     def bounds(self) -> tuple[tuple[str, str, float], ...]:
         """(sign, msgspec's word for it, bound) of each bound of a number."""
-        meta = self.shape.bounds or self.meta
-        found = ((sign, word, getattr(meta, word)) for sign, word in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")))
+        found = ((sign, word, getattr(self.limits, word)) for sign, word in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")))
         return tuple((sign, word, float(bound)) for sign, word, bound in found if bound is not None)
 
     @property
@@ -100,42 +83,40 @@ class FieldSpec(Facts):
     @property
     def expected(self) -> str:
         """What a value must look like, for error messages."""
-        shape = self.shape
-        if shape.kind == "choice":
-            return "one of " + ", ".join(shape.choices)
-        if shape.kind == "table":
+        if self.kind == "choice":
+            return "one of " + ", ".join(self.choices)
+        if self.kind == "table":
             return "a table of names and values (text, numbers, true, false or a list of texts)"
-        if shape.kind == "list":
-            return f"a list of {', '.join(shape.choices) or _PLURALS[shape.item]}"
+        if self.kind == "list":
+            return f"a list of {', '.join(self.choices) or _PLURALS[self.item]}"
         if self.shipped:
             return f"one of {', '.join(self.shipped)}, or package.module.function"
         bounds = " and ".join(f"{sign} {bound:g}" for sign, _, bound in self.bounds)
         if self.auto is not None:
-            return f"auto or {_HINTS[shape.kind]} > {self.auto}"
-        return f"{_HINTS[shape.kind]} {bounds}".rstrip()
+            return f"auto or {_HINTS[self.kind]} > {self.auto}"
+        return f"{_HINTS[self.kind]} {bounds}".rstrip()
 
 
-def _shape(annotation: Any) -> Shape:
-    """The shape of a field's type without its documentation."""
+def _read(annotation: Any, meta: msgspec.Meta) -> dict[str, Any]:
+    """What a field's type says, and its documentation."""
     optional = False
-    bounds = None
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         arms = [arm for arm in typing.get_args(annotation) if arm is not type(None)]
         if len(arms) != 1:
             raise TypeError(f"settings fields have one type, got {annotation}")
         annotation, optional = arms[0], True
     if typing.get_origin(annotation) is Annotated:
-        annotation, bounds = typing.get_args(annotation)
+        annotation, meta = typing.get_args(annotation)
+    found = {"optional": optional, "limits": meta}
     origin = typing.get_origin(annotation)
     if origin is Literal:
-        return Shape("choice", "str", optional, typing.get_args(annotation), bounds)
+        return found | {"kind": "choice", "item": "str", "choices": typing.get_args(annotation)}
     if origin is tuple:
         item = typing.get_args(annotation)[0]
-        return Shape("list", "int" if item is int else "str", optional, typing.get_args(item), bounds)
+        return found | {"kind": "list", "item": "int" if item is int else "str", "choices": typing.get_args(item)}
     if origin is dict:
-        return Shape("table", "str", optional, (), bounds)
-    kind = _KINDS[annotation]
-    return Shape(kind, kind, optional, (), bounds)
+        return found | {"kind": "table", "item": "str"}
+    return found | {"kind": _KINDS[annotation], "item": _KINDS[annotation]}
 
 
 @cache
@@ -148,8 +129,8 @@ def catalog() -> dict[str, FieldSpec]:
             default = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
             if field.name in specs:
                 raise TypeError(f"field {field.name} stands in [{specs[field.name].group}] and [{table.name}]")
-            told = {"name": field.name, "group": table.name, "type": field.type, "default": default}
-            specs[field.name] = FieldSpec(**told, shape=_shape(bare), meta=meta, **meta.extra)
+            told = {"name": field.name, "group": table.name, "type": field.type, "default": default, "text": meta.description}
+            specs[field.name] = FieldSpec(**told, **_read(bare, meta), **meta.extra)
     return specs
 
 
@@ -184,7 +165,7 @@ def kinds() -> dict[str, dict[str, Any]]:
     for name in live_fields():
         spec = catalog()[name]
         kind = {"type": "str" if spec.kind == "choice" else spec.kind, "optional": spec.optional}
-        found[name] = kind | {"choices": spec.shape.choices} | {word: bound for _, word, bound in spec.bounds}
+        found[name] = kind | {"choices": spec.choices} | {word: bound for _, word, bound in spec.bounds}
     return found
 
 

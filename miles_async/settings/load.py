@@ -247,7 +247,7 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
     try:
         result = msgspec.convert(value, spec.type, strict=not text)
     except msgspec.ValidationError:
-        hint = nearest(value, spec.shape.choices) if spec.kind == "choice" and isinstance(value, str) else ""
+        hint = nearest(value, spec.choices) if spec.kind == "choice" and isinstance(value, str) else ""
         if spec.kind == "str" and isinstance(value, Mapping):
             hint = "Write a table as JSON in a text."
         raise SettingsError(f"must be {spec.expected}", field=where, value=value, remedy=hint) from None

@@ -17,7 +17,7 @@ VERDICTS_KEPT, LIVES_TOLD, LIFE_BYTES = 10_000, 32, 200  # on their log; of a dr
 STEP_BYTES = 1_000  # of a step on the policy log, and SAMPLE_ID_BYTES for each of its samples
 SAMPLE_ID_BYTES = 24
 SLACK = 1.25  # the allocator's rounding and fragments
-UNKNOWN_PROMPT = 2_048  # tokens, where nothing bounds or tells them
+UNKNOWN_PROMPT = 2_048  # tokens, where nothing bounds them
 UNKNOWN_RESPONSE = 8_192
 
 
@@ -48,10 +48,9 @@ class RedisNeed(msgspec.Struct, frozen=True):
         return f"this run may have up to {self.n_bytes / 1e9:.2f} GB in Redis: {parts}"
 
 
-def redis_need(s: Flat, *, prompt_tokens: int | None = None, expert_bytes: int = 0) -> RedisNeed:
-    """What these settings may need. `prompt_tokens`: of the longest prompt, where it is known. `expert_bytes`: of the experts that
-    a sample brings for each token."""
-    prompt = prompt_tokens or s.rollout_max_prompt_len or UNKNOWN_PROMPT
+def redis_need(s: Flat, *, expert_bytes: int = 0) -> RedisNeed:
+    """What these settings may need. `expert_bytes`: of the experts that a sample brings for each token."""
+    prompt = s.rollout_max_prompt_len or UNKNOWN_PROMPT
     response = s.rollout_max_response_len or UNKNOWN_RESPONSE
     if s.rollout_max_context_len:
         response = max(response, s.rollout_max_context_len - prompt)  # tool calls and further turns

@@ -77,10 +77,11 @@ def test_gpus_are_told_as_far_as_they_tell(tmp_path):
 
 def test_rates_of_redis_begin_with_the_second_look_and_outlast_a_restart():
     usage = RedisUsage()
-    said = "# Stats\r\ntotal_commands_processed:{}\r\nused_memory:1000\r\n"
-    looks = [usage.of(said.format(n), now) for n, now in ((100, 0.0), (300, 10.0), (5, 20.0), (25, 30.0))]
+    said = {"used_memory": "1000"}
+    when = ((100, 0.0), (300, 10.0), (5, 20.0), (25, 30.0))
+    looks = [usage.of(said | {"total_commands_processed": str(n)}, now) for n, now in when]
     assert [look.get("redis_commands_s") for look in looks] == [None, 20.0, None, 2.0]
-    assert usage.of("nothing", 40.0) == {}
+    assert usage.of({}, 40.0) == {}
 
 
 def test_of_many_hosts_the_record_holds_fewer_looks():

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from bus import Bus, BusConfig, Out, Reader, Tail
 from bus.client import PASSWORD, PASSWORD_FILE, connect, without_secrets
 from bus.errors import BusRefused, BusUnreachable
-from bus.server.checks import check_server, judge
+from bus.server.checks import ServerFacts, check_server, judge
 from bus.topology import EVENTS, PROMPTS
 from tests.bus.suite.messages import a_task
 
@@ -35,9 +35,9 @@ async def refusal_of(url: str, kind: type[Exception] | tuple[type[Exception], ..
 
 async def test_a_fit_server_passes_and_keeps_no_trace_of_the_check(private_redis):
     async with connect(private_redis.url) as client:
-        facts = await check_server(client, url=private_redis.url)
+        facts, _ = await check_server(client, url=private_redis.url)
         assert await client.dbsize() == 0
-    assert facts.version >= (6, 2, 0) and facts.append_only and facts.max_memory_bytes == 0
+    assert facts.number >= (6, 2, 0) and facts.aof and facts.max_memory == 0
 
 
 async def test_the_client_repeats_nothing_whatever_the_url_says(redis_url):
@@ -99,16 +99,16 @@ async def test_another_eviction_policy_is_refused_with_the_remedy(private_redis)
 async def test_a_server_without_append_only_file_draws_a_warning(private_redis):
     async with connect(private_redis.url) as client:
         await client.config_set("appendonly", "no")
-        facts = await check_server(client, url=private_redis.url)
-    assert not facts.append_only and any("appendonly yes" in warning for warning in facts.warnings)
+        facts, warnings = await check_server(client, url=private_redis.url)
+    assert not facts.aof and any("appendonly yes" in warning for warning in warnings)
 
 
 async def test_a_full_server_is_let_through_with_a_warning_because_it_can_drain(private_redis):
     async with connect(private_redis.url) as client:
         await client.set("ma:{a}:fill", b"x" * 1_000_000)
         await client.config_set("maxmemory", "500kb")
-        facts = await check_server(client, url=private_redis.url)
-    assert any("maxmemory" in warning for warning in facts.warnings)
+        _, warnings = await check_server(client, url=private_redis.url)
+    assert any("maxmemory" in warning for warning in warnings)
 
 
 async def test_a_replica_is_refused(private_redis, short_dir):
@@ -126,7 +126,7 @@ async def test_a_password_is_asked_for_and_never_shown(private_redis):
     assert "refused the login" in text and "hush" not in text
     right = private_redis.url.replace("unix://", "unix://:open-sesame@", 1)
     async with connect(right) as client:
-        assert (await check_server(client, url=right)).append_only
+        assert (await check_server(client, url=right))[0].aof
         await client.config_set("requirepass", "")
 
 
@@ -189,12 +189,12 @@ def test_urls_lose_their_secrets_in_messages():
 )
 def test_an_unfit_server_is_judged_so(info, says):
     with pytest.raises(BusRefused, match=says):
-        judge(info, url="redis://host/0")
+        list(judge(ServerFacts.of(info), "redis://host/0"))
 
 
 def test_valkey_is_judged_by_its_own_version():
-    facts = judge({"redis_version": "7.2.4", "valkey_version": "9.1.2", "aof_enabled": 1}, url="redis://host/0")
-    assert (facts.software, facts.version) == ("valkey", (9, 1, 2))
+    facts = ServerFacts.of({"redis_version": "7.2.4", "valkey_version": "9.1.2", "aof_enabled": 1})
+    assert (facts.software, facts.number) == ("valkey", (9, 1, 2)) and not list(judge(facts, "redis://host/0"))
 
 
 async def test_two_tests_on_one_server_have_names_of_their_own(raw_redis: Redis, run_name):

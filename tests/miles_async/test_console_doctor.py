@@ -10,11 +10,11 @@ import pytest
 from bus import Bus, Commit, Reader
 from bus.messages.control import CREDITS, ENGINE_SLOTS, Event
 from bus.messages.groups import GroupVerdict
+from bus.server.checks import ServerFacts
 from bus.topology import EVENTS, PROMPTS, VERDICTS
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain
 from miles_async.console.scene import read_scene
-from miles_async.console.server import parse_info
 from miles_async.console.watchdog import watch
 from tests.miles_async.console_data import Story, config, faults, timeless, vitals
 
@@ -266,7 +266,7 @@ async def test_a_sampler_that_waits_for_engines_is_not_said_to_wait_for_credits(
 )
 async def test_an_unfit_redis_is_told(redis_url, run_name, change, rule, said):
     info = {"redis_version": "7.0.15", "role": "master", "aof_enabled": "1", "maxmemory_policy": "noeviction"} | change
-    server = parse_info("# Server\r\n" + "\r\n".join(f"{k}:{v}" for k, v in info.items()))
+    server = ServerFacts.of(info)
     async with Bus(config(redis_url, run_name)) as bus:
         await Story(bus).whole()
         found = await faults(bus, server=server)

@@ -17,9 +17,9 @@ from redis.exceptions import ResponseError
 from bus import Bus
 from bus.client import connect
 from bus.server.binary import find_server
+from bus.server.checks import ServerFacts
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.scene import read_scene
-from miles_async.console.server import parse_info
 from tests.miles_async.conftest import Run
 from tests.miles_async.console_data import Story, config, vitals
 from tests.miles_async.test_doctor_causes import first
@@ -47,7 +47,7 @@ def server_of(folder: Path, *flags: str) -> Iterator[str]:
 
 async def fill(bus: Bus) -> None:
     """As much memory as is there."""
-    used = parse_info(await bus.server_info()).used_memory
+    used = ServerFacts.of(await bus.server_info()).used_memory
     await bus.link.run("CONFIG", "SET", "maxmemory", used + 400_000)
     somebody = connect(bus.config.url)
     with pytest.raises(ResponseError):
@@ -64,7 +64,7 @@ async def lose_disk(bus: Bus) -> None:
     shutil.rmtree(folder)
     await bus.link.run("BGSAVE")
     async with asyncio.timeout(20):
-        while parse_info(await bus.server_info()).snapshot_ok:  # noqa: ASYNC110
+        while ServerFacts.of(await bus.server_info()).snapshot_ok:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 

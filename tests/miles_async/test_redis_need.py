@@ -47,7 +47,7 @@ def test_a_redis_with_less_is_named_with_what_takes_it_and_one_without_a_limit_i
     note = memory_note(need, need.n_bytes - 1, "redis://h")
     assert "256 open samples" in note and "384 samples that are trained" in note and "--save-interval" in note
     assert memory_note(need, need.n_bytes, "redis://h") == memory_note(need, 0, "redis://h") == ""
-    longer = redis_need(settings(rollout_max_context_len=20_000), prompt_tokens=100)
+    longer = redis_need(settings(rollout_max_context_len=20_000))
     assert longer.shares[0].each > 4 * need.shares[0].each, "turns and tool calls fill the context"
 
 

@@ -270,7 +270,7 @@ def test_live_settings_say_where_a_change_applies() -> None:
 
 
 def test_what_settings_know_of_an_estimator_is_what_its_record_says() -> None:
-    assert set(catalog()["advantage_estimator"].shape.choices) == set(ESTIMATORS)
+    assert set(catalog()["advantage_estimator"].choices) == set(ESTIMATORS)
     for name, record in ESTIMATORS.items():
         own = {} if not record.teacher else {"opd_teacher_load": "t"}
         s = start(advantage_estimator=name, **own).flat

@@ -174,12 +174,12 @@ def test_the_dry_run_names_every_field_and_loads_back_to_the_same_settings(tmp_p
 def _strategy(name: str) -> st.SearchStrategy:
     spec = catalog()[name]
     if spec.kind == "choice":
-        return st.sampled_from(spec.shape.choices)
+        return st.sampled_from(spec.choices)
     if spec.kind == "bool":
         return st.booleans()
     if spec.kind == "str":
         return st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1, max_size=20)
-    bounds = spec.shape.bounds or spec.meta
+    bounds = spec.limits
     low = bounds.ge if bounds.ge is not None else bounds.gt
     high = bounds.le if bounds.le is not None else bounds.lt
     if spec.kind == "int":

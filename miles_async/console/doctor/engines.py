@@ -20,7 +20,7 @@ SLOW_LOAD_S = 5.0  # a version may take so long to load, or as long as two steps
 
 def _workers(scene: Scene) -> list[ActorFacts]:
     """Living ones that are not about to end."""
-    living = [a for a in scene.snapshot.of_role("generation") if a.life == "alive" and not scene.over]
+    living = [a for a in scene.snapshot.living("generation") if not scene.over]
     return [a for a in living if a.vitals.state != "draining"]
 
 

@@ -60,13 +60,13 @@ def failed_checkpoints(scene: Scene) -> Iterator[Finding]:
 
 
 def _waits_for_groups(scene: Scene) -> bool:
-    return any(" on groups" in a.vitals.waits_for for a in scene.snapshot.of_role("trainer") if a.life == "alive")
+    return any(" on groups" in a.vitals.waits_for for a in scene.snapshot.living("trainer"))
 
 
 def slow_rewards(scene: Scene) -> Iterator[Finding]:
     """Samples that wait for their score while the trainer waits for them."""
     heads = scene.places.heads.get("rollouts", [])
-    scorers = [a for a in scene.snapshot.of_role("reward") if a.life == "alive"]
+    scorers = scene.snapshot.living("reward")
     if not heads or not scorers or scene.over or not _waits_for_groups(scene):
         return
     oldest = scene.now - min(head.wall for head in heads)
@@ -106,7 +106,7 @@ def governor_at_its_edge(scene: Scene) -> Iterator[Finding]:
 
 def endless_step(scene: Scene) -> Iterator[Finding]:
     """A step that does not end."""
-    trainer = next((a.vitals for a in scene.snapshot.of_role("trainer") if a.life == "alive" and a.vitals.state != "stopped"), None)
+    trainer = next((a.vitals for a in scene.snapshot.living("trainer")), None)
     began = trainer.counters.get(STEP_BEGAN, 0.0) if trainer is not None else 0.0
     if trainer is None or not began or scene.over:
         return
@@ -128,7 +128,7 @@ def idle_trainer(scene: Scene) -> Iterator[Finding]:
     """A bound that holds back what the engines have room for while the trainer waits."""
     steps = [s for s in scene.steps if not s.resumed][-IDLE_STEPS:]
     waited, worked = (sum(s.get(f"perf/{name}_s") for s in steps) for name in ("wait", "train"))
-    held = any(a.vitals.waits_for == CREDITS for a in scene.snapshot.of_role("sampler") if a.life == "alive")
+    held = any(a.vitals.waits_for == CREDITS for a in scene.snapshot.living("sampler"))
     busy, slots = taken_slots(scene)
     if len(steps) < IDLE_STEPS or waited < IDLE_SHARE * (waited + worked) or busy > IDLE_SLOTS * slots or scene.over:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from actors.runtime.snapshot import ActorFacts
@@ -9,7 +10,6 @@ from bus.identity import are_alike
 from bus.topology import BY_NAME, OPTIONAL, ROLES
 from miles_async.console.doctor.finding import PATIENCE_S, Finding, Level
 from miles_async.console.explain import IDLE_WAITS, TURN_WAIT, because, waiting_since
-from miles_async.console.places import owners
 from miles_async.console.scene import Scene
 from miles_async.console.text import duration, human_bytes, plural, shorten
 
@@ -30,17 +30,17 @@ def _waits_its_turn(actor: ActorFacts, scene: Scene) -> bool:
 def missing_rooms(scene: Scene) -> Iterator[Finding]:
     """A room without a living actor, and what waits because of it."""
     snapshot = scene.snapshot
-    up_s = [a.vitals.counters.get("up_s", PATIENCE_S) for a in snapshot.of_role("launcher") if a.life == "alive"]
+    up_s = [a.vitals.counters.get("up_s", PATIENCE_S) for a in snapshot.living("launcher")]
     if scene.over or any(s < PATIENCE_S for s in up_s):
         return  # it is being started
-    if any(a.life == "alive" and a.vitals.state == "draining" for a in snapshot.of_role("trainer")):
+    if any(a.vitals.state == "draining" for a in snapshot.living("trainer")):
         return  # asked to end: the others have ended, and it writes its last checkpoint
     if not snapshot.actors:
         text = "no actor has ever sent a heartbeat: nothing is running on this bus"
         yield Finding("error", "nobody there", "run", text)
         return
     for role in (r for r in ROLES if r not in OPTIONAL):
-        if role in snapshot.roles_alive:
+        if snapshot.living(role):
             continue
         waiting = [
             f"{plural(s.length, 'entry')} on {s.name}"
@@ -62,7 +62,7 @@ def missing_rooms(scene: Scene) -> Iterator[Finding]:
 def no_launcher(scene: Scene) -> Iterator[Finding]:
     """A launcher that is gone although it did not say that it ends: nobody starts again what dies."""
     for launcher in scene.snapshot.of_role("launcher"):
-        left = [a.vitals.actor for a in scene.snapshot.actors if a.life == "alive"]
+        left = [a.vitals.actor for a in scene.snapshot.living()]
         if launcher.life not in ("late", "dead") or not left or _waits_its_turn(launcher, scene):
             continue
         gone = f"no launcher: pid {launcher.vitals.pid} on {launcher.vitals.host} has been silent for {duration(launcher.age_s)}"
@@ -78,7 +78,7 @@ def no_launcher(scene: Scene) -> Iterator[Finding]:
 
 def silent_actors(scene: Scene) -> Iterator[Finding]:
     """Heartbeats that stopped. An elastic worker that is gone for good and whose leases have passed on is only history."""
-    held = owners(scene.places.pending.values())
+    held = Counter(pending.owner for pending in scene.places.pending.values())
     for actor in scene.snapshot.actors:
         vitals, life, age = actor.vitals, actor.life, actor.age_s
         if vitals.role == "launcher":
@@ -95,10 +95,10 @@ def silent_actors(scene: Scene) -> Iterator[Finding]:
             )
             yield Finding("error", "stopped process", vitals.actor, text, age)
             continue
-        n = held.get(vitals.actor, 0)
+        n = held[vitals.actor]
         what = "its process is gone" if life == "dead" else f"its process was on {vitals.host}"
         text = f"{vitals.actor} ({vitals.role}, pid {vitals.pid}) has been silent for {duration(age)}; {what}"
-        peers = [a.vitals.actor for a in scene.snapshot.of_role(vitals.role) if a.life == "alive"]
+        peers = [a.vitals.actor for a in scene.snapshot.living(vitals.role)]
         if peers and not n and vitals.role in ("generation", "reward"):
             yield Finding("info", "gone", vitals.actor, f"{text}; it holds nothing, {peers[0]} works on", age)
             continue
@@ -131,7 +131,7 @@ def slow_links(scene: Scene) -> Iterator[Finding]:
 
 def wrong_clocks(scene: Scene) -> Iterator[Finding]:
     """Hosts whose clocks differ from Redis's. Nothing is decided by them."""
-    off = {a.vitals.host: a.vitals.wall + a.age_s - scene.now for a in scene.snapshot.actors if a.life == "alive"}
+    off = {a.vitals.host: a.vitals.wall + a.age_s - scene.now for a in scene.snapshot.living()}
     for host, by_s in sorted(off.items()):
         if abs(by_s) > CLOCK_S:
             text = (
@@ -144,7 +144,7 @@ def wrong_clocks(scene: Scene) -> Iterator[Finding]:
 def other_releases(scene: Scene) -> Iterator[Finding]:
     """Workers that stayed on their hosts while the run was resumed with another release. A launcher replaces its own actors."""
     wanted = scene.snapshot.release
-    others = [a.vitals for a in scene.snapshot.actors if a.life == "alive" and not are_alike(a.vitals.release, wanted)]
+    others = [a.vitals for a in scene.snapshot.living() if not are_alike(a.vitals.release, wanted)]
     for release in sorted({vitals.release for vitals in others}):
         named = [f"{vitals.actor} on {vitals.host}" for vitals in others if vitals.release == release]
         text = (
@@ -185,7 +185,7 @@ def crash_loops(scene: Scene) -> Iterator[Finding]:
 
 def full_hosts(scene: Scene) -> Iterator[Finding]:
     """Disks and memory that are nearly used up, as the actors on each host last saw them."""
-    alive = [a.vitals for a in scene.snapshot.actors if a.life == "alive"]
+    alive = [a.vitals for a in scene.snapshot.living()]
     hosts = {vitals.host: vitals.counters for vitals in alive if "free/memory" in vitals.counters}
     for host, has in sorted(hosts.items()):
         disk, memory, share = has.get("free/disk", DISK_BYTES), has["free/memory"], has.get("free/memory_share", 1.0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bus.server.checks import unfit
+from bus.server.checks import ServerFacts, unfit
 from bus.topology import BY_NAME
 from miles_async.console.doctor.finding import BRIEF_S, Finding, Level
 from miles_async.console.explain import incomplete_text
 from miles_async.console.scene import Scene
-from miles_async.console.server import ServerState
 from miles_async.console.text import duration, human_bytes, plural
 
 STOPS_WRITES = ("role", "append-only file", "snapshot", "memory")
@@ -22,7 +21,7 @@ def unfit_server(scene: Scene) -> Iterator[Finding]:
     yield from faults_of(scene.server)
 
 
-def faults_of(s: ServerState) -> Iterator[Finding]:
+def faults_of(s: ServerFacts) -> Iterator[Finding]:
     """The same, of what INFO says."""
     for rule, why in unfit(s.role, s.eviction).items():
         yield Finding("error", rule, "redis", f"Redis {why}")
@@ -57,7 +56,7 @@ def full_streams(scene: Scene) -> Iterator[Finding]:
 
 def abandoned_entries(scene: Scene) -> Iterator[Finding]:
     """Entries whose lease nobody renews and nobody takes over. The trainer alone reads groups, so it needs no lease."""
-    if not any(actor.life == "alive" for actor in scene.snapshot.actors):
+    if not scene.snapshot.living():
         return  # what a run that was stopped left for its next start
     for stream in scene.snapshot.streams.values():
         for r in stream.readers:
@@ -81,7 +80,7 @@ def open_ledger(scene: Scene) -> Iterator[Finding]:
 
 def incomplete_groups(scene: Scene) -> Iterator[Finding]:
     """Groups at the filter whose siblings do not come."""
-    alive = {a.vitals.actor for a in scene.snapshot.actors if a.life == "alive"}
+    alive = {a.vitals.actor for a in scene.snapshot.living()}
     found = [group for group in scene.places.incomplete() if scene.now - group.since > BRIEF_S]
     for group in found[:5]:
         age = scene.now - group.since
@@ -96,7 +95,7 @@ def incomplete_groups(scene: Scene) -> Iterator[Finding]:
 
 def lost_streams(scene: Scene) -> Iterator[Finding]:
     """What somebody deleted on the server while the run was at work."""
-    if not any(a.life == "alive" for a in scene.snapshot.actors):
+    if not scene.snapshot.living():
         return
     for stream in scene.snapshot.streams.values():
         gone = set(BY_NAME[stream.name].readers) - {r.readers for r in stream.readers}
@@ -106,7 +105,7 @@ def lost_streams(scene: Scene) -> Iterator[Finding]:
                 "Redis. What was on it is lost: stop the run; the same miles-async train command goes on from the checkpoint"
             )
             yield Finding("error", "stream gone", stream.name, text)
-    served = max((a.vitals.version for a in scene.snapshot.of_role("generation") if a.life == "alive"), default=-1)
+    served = max((a.vitals.version for a in scene.snapshot.living("generation")), default=-1)
     logs = {"knobs": bool(scene.knobs), "policy": scene.snapshot.policy.entries > 0}
     gone_logs = [name for name, has_some in logs.items() if not has_some]
     if gone_logs and served >= 0:

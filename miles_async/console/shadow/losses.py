@@ -42,17 +42,11 @@ SHOWN = tuple(
 MOST_BYTES = 2 << 30  # of a model's files; what is larger would take a CPU minutes a step, and eight times the memory
 
 
-class Batches:
-    """Recorded batches in order, as a source."""
+class Batches(Recorded):
+    """The recorded batches themselves."""
 
-    def __init__(self, recorded: Recorded) -> None:
-        self._recorded = recorded
-        self.missed: Counter[str] = Counter()
-        self.left_out: Counter[str] = Counter()
-        self.told = recorded.told
-
-    async def units(self) -> AsyncGenerator[RecordedBatch]:
-        for record in self._recorded.records():
+    async def units(self) -> AsyncGenerator[Any]:
+        for record in self.records():
             yield record
 
 

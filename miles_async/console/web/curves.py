@@ -14,6 +14,8 @@ from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, Histor
 from miles_async.console.figures import DROPPED, TRAINER, derived
 
 MOST = 800
+Point = tuple[int, int, dict[str, tuple[float, int]]]
+"""Last step, steps, and of each name sum and count."""
 METRICS = (
     *(REWARD, AVG_STALENESS, MAX_STALENESS, *TRAINER.values()),
     *("train/train_rollout_kl", "train/train_rollout_logprob_abs_diff", "train/forward_logp_abs_diff"),
@@ -36,7 +38,7 @@ class Curves:
     def _clear(self) -> None:
         self._stride = 1
         self._newest: Step | None = None
-        self._points: list[tuple[int, int, dict[str, tuple[float, int]]]] = []  # (last step, steps, name -> sum, count)
+        self._points: list[Point] = []
 
     @property
     def length(self) -> int:
@@ -53,15 +55,10 @@ class Curves:
         self._newest = steps[-1] if steps else None
 
     def _take(self, step: Step) -> None:
+        point = step.step, 1, {name: (value, 1) for name, value in values_of(step).items()}
         if self._points and self._points[-1][1] < self._stride:
-            _, n, sums = self._points[-1]
-        else:
-            self._points.append((step.step, 0, {}))
-            _, n, sums = self._points[-1]
-        for name, value in values_of(step).items():
-            total, count = sums.get(name, (0.0, 0))
-            sums[name] = (total + value, count + 1)
-        self._points[-1] = (step.step, n + 1, sums)
+            point = _joined(self._points.pop(), point)
+        self._points.append(point)
         if len(self._points) > self._most:
             self._halve()
 
@@ -79,9 +76,7 @@ class Curves:
         return {"edition": self.edition, "at": at, "step": [last for last, _, _ in points], "columns": columns}
 
 
-def _joined(
-    a: tuple[int, int, dict[str, tuple[float, int]]], b: tuple[int, int, dict[str, tuple[float, int]]]
-) -> tuple[int, int, dict[str, tuple[float, int]]]:
+def _joined(a: Point, b: Point) -> Point:
     sums = dict(a[2])
     for name, (total, count) in b[2].items():
         before, n = sums.get(name, (0.0, 0))

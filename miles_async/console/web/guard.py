@@ -10,11 +10,12 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from aiohttp import web
 
-from bus.private import write_secret
+from bus.private import kept_secret
 
 FILE = "console.token"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -31,19 +32,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def token_of(run_dir: Path | None) -> str:
     """The token of a run's console: made once and kept in its folder, for its owner alone, so that an open page outlives a restart
     of the console. Of a run on another host, a new one."""
-    file = run_dir / FILE if run_dir is not None and run_dir.is_dir() else None
-    try:
-        known = file.read_text().strip() if file is not None else ""
-    except OSError:
-        known = ""
-    if not known:
-        known = secrets.token_urlsafe(32)
-        try:
-            if file is not None:
-                write_secret(file, f"{known}\n")
-        except OSError:
-            pass  # a folder that is not ours to write: a token for this time
-    return known
+    fresh = secrets.token_urlsafe(32)
+    if run_dir is not None and run_dir.is_dir():
+        with suppress(OSError):  # a folder that is not ours to write: a token for this time
+            return kept_secret(run_dir / FILE, lambda: fresh)
+    return fresh
 
 
 class Guard:

@@ -12,11 +12,10 @@ from pathlib import Path
 import msgspec
 
 from actors.recorder.feed import Feed
-from actors.runtime.deadline import within
+from actors.runtime.deadline import first_of, within
 from actors.runtime.snapshot import read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable
-from bus.ledger import LedgerCheck, check
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain, open_text
 from miles_async.console.scene import OfLate, read_scene
@@ -125,13 +124,10 @@ class Hub:
         """The doctor's word, as seldom as it must be to take DOCTOR_SHARE of the time, within OLDEST_WORD_S; audits
         of the ledger as the watchdog's."""
         clock, audits, of_late = self._bus.clock, Audits(), OfLate()
-        ledger: LedgerCheck | None = None
         while await self._somebody(stop):
             began, share = clock.monotonic(), DOCTOR_SHARE
             try:
-                if audits.due(began):
-                    ledger = await check(self._bus)
-                    audits.done(began, clock.monotonic())
+                ledger = await audits.newest(self._bus)
                 steps = list(self._feed.history.steps)
                 first = next((s.metrics for s in steps[:1] if s.step == 1), {})
                 scene = msgspec.structs.replace(
@@ -150,10 +146,5 @@ class Hub:
     async def _somebody(self, stop: asyncio.Event) -> bool:
         """Wait until somebody watches; False when it is over."""
         while not stop.is_set() and not self._watched.is_set():
-            waits = [asyncio.create_task(self._watched.wait()), asyncio.create_task(stop.wait())]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            await first_of(self._watched.wait(), stop.wait())
         return not stop.is_set()

@@ -37,7 +37,7 @@ class Looks:
         wall = snapshot.wall
         if self._added and not 0 <= wall - self._added[-1][0] <= MOST_GAP_S:
             self._added.clear()
-        engines = [a for a in snapshot.of_role("generation") if a.life == "alive"]
+        engines = snapshot.living("generation")
         if self._added:
             count = Counter(doing(a) for a in engines)
             busy, slots = sum(a.vitals.in_flight for a in engines), sum(a.vitals.slots for a in engines)

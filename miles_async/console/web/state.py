@@ -203,8 +203,7 @@ def _actor(actor: ActorFacts, wall: float) -> State:
 
 def _serving(snapshot: Snapshot) -> list[tuple[int, int]]:
     """(version, workers that serve it), newest first."""
-    alive = (actor for actor in snapshot.of_role("generation") if actor.life == "alive")
-    return sorted(Counter(actor.vitals.version for actor in alive).items(), reverse=True)
+    return sorted(Counter(a.vitals.version for a in snapshot.living("generation")).items(), reverse=True)
 
 
 def _ages(steps: list[Step]) -> dict[str, float]:

@@ -34,3 +34,22 @@ export function yScale(spec) {
     return [0, Math.min(high, 1.6 * (sorted[Math.floor(0.95 * sorted.length)] ?? high)) || 1];
   } };
 }
+
+/** Over a plot, dotted lines where knobs were turned and dashed red ones where the trainer was restored, at these x values. */
+export function uprights(plot, knobs, restarts) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  for (const [xs, hue, dash] of [[knobs, "grey", [2, 3]], [restarts, "red", [5, 4]]]) {
+    ctx.strokeStyle = colour(hue);
+    ctx.setLineDash(dash);
+    for (const at of xs) {
+      const x = Math.round(plot.valToPos(at, "x", true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+  }
+  ctx.restore();
+}

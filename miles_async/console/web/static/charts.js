@@ -1,6 +1,6 @@
 // Curves over training steps: one small chart each, one cursor over all. Colours repeat what the words above each chart say.
 
-import { CHARTS, DASHES, HUES, RUN_HUES, colour, line, yScale } from "./chartlist.js";
+import { CHARTS, DASHES, HUES, RUN_HUES, colour, line, uprights, yScale } from "./chartlist.js";
 import { el, say } from "./dom.js";
 import { duration, percent, short } from "./format.js";
 import { mark } from "./overlays.js";
@@ -161,23 +161,9 @@ class Chart {
     };
   }
 
-  /** Dotted lines where knobs were turned, dashed red ones where the trainer was restored. */
   mark(plot) {
-    const { ctx, bbox } = plot;
-    ctx.save();
-    for (const [list, hue, dash] of [[this.all.marks.knobs, "grey", [2, 3]], [this.all.marks.restarts, "red", [5, 4]]]) {
-      ctx.strokeStyle = colour(hue);
-      ctx.setLineDash(dash);
-      for (const [step] of list) {
-        const x = Math.round(plot.valToPos(step, "x", true));
-        if (x < bbox.left || x > bbox.left + bbox.width) continue;
-        ctx.beginPath();
-        ctx.moveTo(x, bbox.top);
-        ctx.lineTo(x, bbox.top + bbox.height);
-        ctx.stroke();
-      }
-    }
-    ctx.restore();
+    const { knobs, restarts } = this.all.marks;
+    uprights(plot, knobs.map(([step]) => step), restarts.map(([step]) => step));
   }
 
   /** The values at a point, or else the last ones; of a curve without a point there, what it was before. */

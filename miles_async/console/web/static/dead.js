@@ -1,26 +1,16 @@
 // Entries that failed for good, with another chance for each.
 
-import { ask, el } from "./dom.js";
+import { Panel, ask, el } from "./dom.js";
 import { clockTime, plural } from "./format.js";
 
-export class Dead {
+export class Dead extends Panel {
+  counted = "dead";
+
   constructor(place) {
+    super();
     this.said = el("p", { role: "status" });
     this.list = el("div", { class: "letters" });
     place.append(el("h2", { text: "Dead letters" }), this.said, this.list);
-  }
-
-  show(state) {
-    this.readOnly = state.read_only;
-    const n = state.counts?.dead;
-    if (this.open && n !== this.n) this.load();
-    this.n = n;
-  }
-
-  opened() {
-    this.open = true;
-    this.note = ""; // what was done last; it stays while the list is read again
-    this.load();
   }
 
   async load() {

@@ -61,3 +61,19 @@ export async function ask(path, body) {
   if (!answer.ok) throw Object.assign(new Error(found.error ?? `status ${answer.status}`), { each: found.each ?? [] });
   return found;
 }
+
+/** A panel with a list, which is read again (`load`) when the state counts (`counted`) another number of what is in it. */
+export class Panel {
+  show(state) {
+    this.readOnly = state.read_only;
+    const n = state.counts?.[this.counted];
+    if (this.open && n !== this.n) this.load();
+    this.n = n;
+  }
+
+  opened() {
+    this.open = true;
+    this.note = ""; // what was done last; it stays while the list is read again
+    this.load();
+  }
+}

@@ -1,12 +1,15 @@
 // Live settings: what they are, what they may be, when a change takes effect; a change is checked as miles-async tune checks it.
 
-import { ask, el } from "./dom.js";
+import { Panel, ask, el } from "./dom.js";
 import { clockTime } from "./format.js";
 
 const FIRST = ["max_weight_staleness", "over_sampling_batch_size", "rollout_batch_size", "rollout_temperature", "lr"]; // most often turned
 
-export class Knobs {
+export class Knobs extends Panel {
+  counted = "knob_epoch";
+
   constructor(place, now) {
+    super();
     this.now = now;
     this.search = el("input", { type: "search", id: "knob-search", placeholder: "staleness", oninput: () => this.filter() });
     this.reason = el("input", { type: "text", id: "knob-reason", maxlength: "200", placeholder: "kept in the log" });
@@ -16,19 +19,6 @@ export class Knobs {
     place.append(el("h2", { text: "Knobs" }),
       el("div", { class: "controls" }, el("label", { for: "knob-search" }, "Find "), this.search, el("label", { for: "knob-reason" }, "Why you change it "), this.reason),
       this.said, this.list, el("h2", { text: "Changes so far" }), this.log);
-  }
-
-  show(state) {
-    this.readOnly = state.read_only;
-    const epoch = state.counts?.knob_epoch;
-    if (this.open && epoch !== this.epoch) this.load();
-    this.epoch = epoch;
-  }
-
-  opened() {
-    this.open = true;
-    this.note = ""; // what was changed last; it stays while the list is read again
-    this.load();
   }
 
   find(text) {

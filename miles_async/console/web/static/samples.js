@@ -1,10 +1,13 @@
 // What the policy wrote: prompts, turns, answers and rewards, the worst first. Every text here is data and is shown as such.
 
-import { ask, el } from "./dom.js";
+import { Panel, ask, el } from "./dom.js";
 import { short } from "./format.js";
 
-export class Samples {
+export class Samples extends Panel {
+  counted = "samples";
+
   constructor(place) {
+    super();
     this.order = this.select("Order", [["worst", "worst reward first"], ["best", "best reward first"], ["kept", "as they were kept"]]);
     this.step = this.select("Step", [["", "newest"]]);
     this.set = this.select("From", [["", "training"]]);
@@ -25,17 +28,6 @@ export class Samples {
     };
     list.replaceChildren(...choices.map(([value, text]) => el("option", { value, text })));
     return found;
-  }
-
-  show(state) {
-    const n = state.counts?.samples;
-    if (this.open && n !== this.n) this.load();
-    this.n = n;
-  }
-
-  opened() {
-    this.open = true;
-    this.load();
   }
 
   async load() {
