@@ -17,7 +17,7 @@ from tests.system.test_weight_transports import story
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
 LENDING: dict[str, dict[str, Any]] = {
-    "rollout": {"num_rollout": 4, "rollout_max_response_len": 230, "rollout_batch_size": 12, "over_sampling_batch_size": 24},
+    "rollout": {"num_rollout": 4, "rollout_max_response_len": 230, "rollout_batch_size": 6, "over_sampling_batch_size": 12},
     "sglang": {"sglang_server_concurrency": 2, "lend_trainer_gpus": True, "lend_after_s": 0.1, "update_weight_deadline_s": 20.0},
 }
 
