@@ -125,8 +125,8 @@ class Sampler:
             now, before = str(len(self._prompts)), known.partition(":")[0]
             what = f"not the {before}" if now != before else f"others than the {before}"
             first = Position.parse(await self._context.bus.state("sampler")).cursor.group + 1
-            text = f"{self._spec.data.path} has {now} prompts, and {what} that the run had; it goes on at its place among them, and "
-            text += f"from group {_group_id(first)} on the id of a prompt means its row there"
+            text = f"{self._spec.data.path} has {now} prompts, and {what} that the run had; it goes on at its place among them, "
+            text += f"and from group {_group_id(first)} on the id of a prompt means its row there"
             await self._context.event("prompts changed", text, level="warning")
         await self._context.bus.commit(Commit(state={"sampler.data": self._data}))
 
@@ -172,8 +172,8 @@ class Sampler:
 
     async def _issue_again(self) -> None:
         """After the bus was lost and restored from a checkpoint, every open group's samples are gone: put them back. Those of a
-        prompt that the data holds no more, or another one under its id, are dropped. The state field `reissue` says how far this came, so that a kill in between
-        repeats nothing."""
+        prompt that the data holds no more, or another one under its id, are dropped. The state field `reissue` says how far this
+        came, so that a kill in between repeats nothing."""
         bus = self._context.bus
         done = await bus.state("reissue")
         if not done.startswith("pending"):

@@ -197,7 +197,7 @@ def test_weights_that_cannot_be_gone_back_through_at_work_are_named(
     backend = make_backend(objective={"correction": "tis", TIS: HERE + "halved"})
     before = backend.weights_hash()
     monkeypatch.setitem(HOOKS, HERE + "halved", hook_samples.breaks_later_tis)
-    with pytest.raises(BatchRefused, match="custom_tis_function_path.*its gradient raised ZeroDivisionError"):
+    with pytest.raises(BatchRefused, match=r"custom_tis_function_path.*its gradient raised ZeroDivisionError"):
         backend.train_step(make_batch(1))
     assert backend.weights_hash() == before and "its gradient raised Zero" in backend.refuses(make_batch(1))
 

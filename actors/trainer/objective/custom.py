@@ -2,9 +2,9 @@
 
 A function is looked up in HOOKS, which `actors.trainer.hooks.install` fills before settings are checked. Always true: what
 leaves this file has the shapes that the rest of the objective relies on, and anything else is a HookError that names the
-setting; a function sees copies, and what it switches in torch is switched back. Of a loss, and of one that was weighed, the gradient
-is taken here: what it is made of is the function's own, and fails under its name. Values lie on the device of the step. Signatures:
-`objective_config.SIGNATURES`; they follow reference section 3.
+setting; a function sees copies, and what it switches in torch is switched back. Of a loss, and of one that was weighed, the
+gradient is taken here: what it is made of is the function's own, and fails under its name. Values lie on the device of the step.
+Signatures: `objective_config.SIGNATURES`; they follow reference section 3.
 """
 
 from __future__ import annotations
