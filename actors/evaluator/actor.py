@@ -9,13 +9,13 @@ eval_samples/; collected scores are its pending entries until the set is complet
 from __future__ import annotations
 
 import asyncio
-import glob
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from actors.evaluator.kept import file_of, kept_files
 from actors.evaluator.schedule import DONE, Issued, due, is_under_way, result
 from actors.evaluator.sets import EvalSet, Sets
 from actors.runtime.consume import Consumer, as_lost
@@ -299,13 +299,14 @@ class Evaluator:
 
     def _keep(self, data: EvalSet, step: int, by_prompt: Iterable[Sequence[Scored | RolloutLost]]) -> None:
         """The samples of one data set as text, one JSON object a line, the worst first; the oldest evaluations' go."""
-        folder = Path(self._context.spec.run_dir) / "eval_samples"
-        folder.mkdir(parents=True, exist_ok=True)
+        run_dir = Path(self._context.spec.run_dir)
+        file = file_of(run_dir, data.name, step)
+        file.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = Tokenizer(data.data.tokenizer_dir)
         scored = sorted((m for of in by_prompt for m in of if isinstance(m, Scored)), key=lambda m: m.reward)
         lines = [msgspec.json.encode({"step": step, **readable(m, tokenizer.decode)}) + b"\n" for m in scored]
-        (folder / f"{data.name}_{step:07d}.jsonl").write_bytes(b"".join(lines))
-        for old in sorted(folder.glob(f"{glob.escape(data.name)}_{'[0-9]' * 7}.jsonl"))[: -self._spec.keep]:
+        file.write_bytes(b"".join(lines))
+        for old in kept_files(run_dir)[data.name][: -self._spec.keep]:
             old.unlink(missing_ok=True)
 
 
