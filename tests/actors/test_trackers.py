@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import inspect
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.recorder import trackers
+from actors.recorder.actor import from_thread
 from actors.recorder.exporter import Exporter, ExporterSpec, families, plain
 from actors.recorder.feed import Feed
 from actors.recorder.file import FILE
@@ -279,6 +281,22 @@ def test_the_settings_name_trackers_and_keep_the_key_to_the_recorder(place):
     assert spec.exporter == ExporterSpec(host="127.0.0.1", port=9090, run="mine")
     with pytest.raises(SettingsError, match="wandb_mode"):
         settings_from(**flags, wandb_mode="nowhere")
+
+
+def test_a_tracker_that_is_late_for_the_end_of_the_run_tells_nobody():
+    told = []
+
+    async def tell():
+        told.append(True)
+
+    async def run():
+        await asyncio.to_thread(from_thread, asyncio.get_running_loop(), tell())
+        while not told:
+            await asyncio.sleep(0)
+        return asyncio.get_running_loop()
+
+    from_thread(asyncio.run(run()), late := tell())
+    assert told == [True] and inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
 
 
 async def records(bus):
