@@ -83,11 +83,11 @@ def families(snapshot: Snapshot, history: History) -> Iterator[Family]:
     used = [({"source": source, "value": name}, n) for source, r in history.system.items() for name, n in r["values"].items()]
     yield "system", "gauge", "what a host or Redis uses", used
     newest = [(name, value, "step") for name, value in history.steps[-1].metrics.items()] if history.steps else []
-    done = [found[-1] for name in history.eval_names() if (found := history.evals_of(name))]
-    newest += [(name, value, "evaluation") for one in done for name, value in one.metrics.items()]
+    evals = [history.evals_of(name)[-1:] for name in history.eval_names()]
+    newest += [(name, value, "evaluation") for [one] in filter(None, evals) for name, value in one.metrics.items()]
     shorts: dict[str, list[tuple[str, float, str]]] = {}
-    for one in newest:
-        shorts.setdefault(plain(one[0]) or "metric", []).append(one)
+    for metric in newest:
+        shorts.setdefault(plain(metric[0]) or "metric", []).append(metric)
     for short, found in shorts.items():
         # A name that is in no ASCII, or in another's form, is told as a label: two metrics of one name spoil what is scraped.
         labels = len(found) > 1 or not found[0][0].isascii()
