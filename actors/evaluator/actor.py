@@ -2,20 +2,20 @@
 
 Reads  active, policy (logs), eval.scored (readers "evaluator")    Writes  eval.prompts, eval.results
 Takes back  eval.prompts (readers "generation") of an evaluation that is given up
-Owns   what it issued last and whether that is over (state fields `eval`, `eval.done`), eval_samples/; collected scores are its
-pending entries until the set is complete.
+Owns   what it issued last and whether that is over (state fields `eval`, `eval.done`), what it gave up (`eval.given_up`),
+eval_samples/; collected scores are its pending entries until the set is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
-import glob
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from actors.evaluator.kept import file_of, kept_files
 from actors.evaluator.schedule import DONE, Issued, due, is_under_way, result
 from actors.evaluator.sets import EvalSet, Sets
 from actors.runtime.consume import Consumer, as_lost
@@ -38,6 +38,9 @@ from bus.messages.versions import PolicyVersion
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
 
 TASKS_PER_COMMIT = 200
+GIVEN_UP = "eval.given_up"
+"""State field: steps of the evaluations that were given up last."""
+MOST_GIVEN_UP = 16
 HEARD = ("active.state", "policy.finished", "policy.restored")
 
 
@@ -62,7 +65,7 @@ class Evaluator:
         self._context = context
         self._spec = spec
         self._sets = sets
-        self._given_up = -1  # step of an evaluation that former settings issued
+        self._given_up: tuple[int, ...] = ()  # steps of evaluations that former settings issued; their scores may come late
         self._active: PolicyVersion | None = None
         self._restored = 0  # version that the trainer restored last: what is older may belong to a lost future
         self._final_step = -1
@@ -89,10 +92,14 @@ class Evaluator:
         context, bus = self._context, self._context.bus
         self._issued = issued = Issued.parse(await bus.state("eval"))
         self._last_step = issued.step
+        self._given_up = tuple(map(int, (await bus.state(GIVEN_UP)).split()))
         if not await is_under_way(bus, issued):
             self._over_at = issued.version
         elif issued.sets not in (0, self._sets.digest):
-            self._given_up, self._over_at = issued.step, issued.version
+            self._over_at = issued.version
+            if issued.step not in self._given_up:
+                self._given_up = (*self._given_up, issued.step)[-MOST_GIVEN_UP:]
+                await bus.commit(Commit(state={GIVEN_UP: " ".join(map(str, self._given_up))}))
             text = f"that of step {issued.step} was under way with other data sets or settings: it is given up, the next one counts"
             await context.event("evaluation", text, level="warning", step=issued.step)
             await self._take_back()
@@ -187,13 +194,15 @@ class Evaluator:
                     self._shown[key] = await self._pictures.put(prompt) or tuple(shown.place for shown in prompt.pictures)
             outs = [Out(EVAL_PROMPTS, self._task(start, number)) for number in range(start.offset, stop)]
             fault_point(self._context.name, "before_issue")
-            await self._context.bus.commit(Commit(append=outs, guard=Guard("eval", before, then.text())))
+            state = {}
+            if start.step in self._given_up:  # a step that is done again
+                self._given_up = tuple(step for step in self._given_up if step != start.step)
+                state = {GIVEN_UP: " ".join(map(str, self._given_up))}
+            await self._context.bus.commit(Commit(append=outs, state=state, guard=Guard("eval", before, then.text())))
             fault_point(self._context.name, "after_issue")
             self._began.setdefault(f"e{start.step}", self._context.clock.monotonic())
             self._issued = start = then
             self._last_step = start.step
-            if self._given_up == start.step:  # a step that is done again
-                self._given_up = -1
 
     def _task(self, issued: Issued, number: int) -> SampleTask:
         data, prompt = self._sets.samples[number]
@@ -228,7 +237,7 @@ class Evaluator:
     async def handle(self, entry: Entry, member: Scored | RolloutLost) -> Commit | None:
         """Collect; with the last one, answer and acknowledge all in one commit."""
         group_id, number = member.group_id, index_of(member.sample_id)
-        if group_id == f"e{self._given_up}":
+        if group_id in map("e{}".format, self._given_up):
             self._context.count("evaluation_given_up")
             return Commit(ack=(entry,))
         await self._expected(group_id, number)
@@ -290,13 +299,14 @@ class Evaluator:
 
     def _keep(self, data: EvalSet, step: int, by_prompt: Iterable[Sequence[Scored | RolloutLost]]) -> None:
         """The samples of one data set as text, one JSON object a line, the worst first; the oldest evaluations' go."""
-        folder = Path(self._context.spec.run_dir) / "eval_samples"
-        folder.mkdir(parents=True, exist_ok=True)
+        run_dir = Path(self._context.spec.run_dir)
+        file = file_of(run_dir, data.name, step)
+        file.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = Tokenizer(data.data.tokenizer_dir)
         scored = sorted((m for of in by_prompt for m in of if isinstance(m, Scored)), key=lambda m: m.reward)
         lines = [msgspec.json.encode({"step": step, **readable(m, tokenizer.decode)}) + b"\n" for m in scored]
-        (folder / f"{data.name}_{step:07d}.jsonl").write_bytes(b"".join(lines))
-        for old in sorted(folder.glob(f"{glob.escape(data.name)}_{'[0-9]' * 7}.jsonl"))[: -self._spec.keep]:
+        file.write_bytes(b"".join(lines))
+        for old in kept_files(run_dir)[data.name][: -self._spec.keep]:
             old.unlink(missing_ok=True)
 
 

@@ -18,6 +18,7 @@ from actors.generation.sglang_client import SGLangClient
 
 RENEW_S, SLOWEST_S = 2.0, 30.0  # between two looks at the router; less often while it is gone
 ROUTER_S = 5.0
+LEAVES_S = 600.0  # a router looks for minutes at an engine that does not answer, and takes it up then, wanted or not
 
 
 class RoutedEngine(SGLangClient):
@@ -35,6 +36,8 @@ class RoutedEngine(SGLangClient):
         self._open = False  # whether requests may go through the router now
         self._renew_at = 0.0
         self._gone = 0  # looks in a row that found no router
+        self._leaves_until: float | None = None  # the router has not let us go yet; asked again until then
+        self._asking = asyncio.Lock()  # of the router: a departure that is under way ends before the next membership begins
 
     @property
     def routed(self) -> bool:
@@ -63,27 +66,53 @@ class RoutedEngine(SGLangClient):
     async def join(self) -> None:
         """Let the router use our engine from now on. A router that is gone is asked again by `renew`."""
         self._joined = True
-        self._renew_at = 0.0
+        self._renew_at, self._leaves_until = 0.0, None
         await self.renew()
 
     async def leave(self) -> None:
-        """No new requests from the router, nor through it; those that run go on. Again until `join` it does nothing."""
-        if not self._joined:
+        """No new requests from the router, nor through it; those that run go on. Again until `join` it does nothing, unless the
+        router has not let us go yet. One that cannot do it now is asked again by `renew`."""
+        if not (self._joined or self.leaving):
             return
+        if self._joined:
+            self._leaves_until = asyncio.get_running_loop().time() + LEAVES_S
         self._joined = self._open = False
-        try:
-            await self._router.deregister(self.base_url)
-        except RouterGone:
-            return  # it holds no list any more, or will find our engine dead
+        await self._go()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the router may still use our engine, or take it up, although we left."""
+        return self._leaves_until is not None
+
+    async def _go(self, *, last: bool = False) -> str:
+        """Ask to be let go; returns what an operator should know when the `last` try failed too."""
+        async with self._asking:
+            if self._joined or not self.leaving:
+                return ""  # it joined again meanwhile
+            news = ""
+            try:
+                await self._router.deregister(self.base_url)
+            except RouterGone as error:  # gone with its list, perhaps, or at it still
+                self._renew_at = asyncio.get_running_loop().time() + RENEW_S
+                if not last:
+                    return ""
+                news = f"our engine left more than {LEAVES_S:.0f} s ago and may be sent requests: {error}"
+            if not self._joined:
+                self._leaves_until = None
+            return news
 
     async def renew(self) -> str:
-        """Register again where the router forgot us (it was restarted). Call it now and then; returns what changed."""
+        """Register again where the router forgot us (it was restarted), or leave where it could not let us go. Call it now and
+        then; returns what changed."""
         loop = asyncio.get_running_loop()
-        if not self._joined or loop.time() < self._renew_at:
+        if loop.time() < self._renew_at:
             return ""
+        if not self._joined:
+            return await self._go(last=self._leaves_until is not None and loop.time() >= self._leaves_until)
         before = self._open
         try:
-            await self._router.register(self.base_url)
+            async with self._asking:
+                await self._router.register(self.base_url)
         except RouterGone as error:
             self._open = False
             self._gone += 1

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +23,12 @@ from actors.runtime.delta import XOR, apply_delta
 from actors.runtime.depot import ID, Depot, depot_at
 from actors.runtime.fetch import Damaged, Fetch, FetchFailed
 from actors.runtime.host import SHARED, place
+from actors.runtime.in_memory import NAME, delete_unused, sweep_left, use
 from bus.messages.active import Activate
 from bus.messages.weights import Parcel
 from bus.private import private_directory
 
 KEPT = 2  # versions: the one served, and the one before, which the next host may still be fetching
-LEFT_S = 600.0  # files that nobody has touched for so long, and no process uses, are those of workers that were killed
-USERS = ".users"  # file of a folder: who uses that holds its lock
-_NAME = "miles_async-{}-{}-fetched"
 TOLD = 1_000  # parcels of the newest orders, as many as their log keeps
 
 
@@ -43,7 +39,7 @@ class Supply:
         self._context, self._token = context, token
         self._serves, self._address, self._deadline_s = serves, address, deadline_s
         own = f"{context.bus.config.run} {token}".encode()
-        name = _NAME.format(os.getuid(), hashlib.blake2b(own, digest_size=6).hexdigest())
+        name = NAME.format(os.getuid(), f"{hashlib.blake2b(own, digest_size=6).hexdigest()}-fetched")
         roots = [root for root in (SHARED, Path(context.spec.run_dir or tempfile.gettempdir())) if root.is_dir()]
         self._homes = [root / name for root in roots]  # shared memory first
         self._depot: Depot | None = None
@@ -58,7 +54,7 @@ class Supply:
 
     def open(self) -> None:
         """Serve, if we are to, and free what workers of other runs left here. BusRefused when the port is taken."""
-        _sweep_left(SHARED, self._homes)
+        sweep_left(self._homes)
         self.serve()
 
     def serve(self) -> None:
@@ -119,7 +115,7 @@ class Supply:
         self._let_go()
         folder = self._home(parcel.n_bytes) / parcel.id
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._at_hand = _use(folder)
+        self._at_hand = use(folder)
         earlier = [path for path in folder.parent.iterdir() if path.is_dir() and path != folder]
         sources = [self._complete(source) for source in order.sources]
         fetching = partial(
@@ -186,11 +182,11 @@ class Supply:
             if home.is_dir():
                 here = sorted((p for p in home.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
                 for old in here[: 1 - KEPT]:
-                    _delete_unused(old)  # else another worker here is still at it
+                    delete_unused(old)  # else another worker here is still at it
         roomy = [home for home in self._homes if shutil.disk_usage(home.parent).free > 1.1 * n_bytes]
         home = private_directory((roomy or self._homes)[0])
         if home not in self._used:
-            self._used[home] = _use(home)
+            self._used[home] = use(home)
         return home
 
     async def close(self) -> None:
@@ -200,7 +196,7 @@ class Supply:
         self._let_go()
         for home, handle in self._used.items():
             os.close(handle)
-            _delete_unused(home)
+            delete_unused(home)
         self._used = {}
 
 
@@ -211,25 +207,3 @@ def _is_whole(base: Path, delta: Parcel, parcel: Parcel) -> bool:
     with contextlib.suppress(OSError):
         return all((base / name).stat().st_size == sizes.get(name) for name in names)
     return False
-
-
-def _use(folder: Path) -> int:
-    """Whoever uses it holds this lock."""
-    handle = os.open(folder / USERS, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(handle, fcntl.LOCK_SH)
-    return handle
-
-
-def _delete_unused(folder: Path) -> None:
-    """Unless a process uses it."""
-    with contextlib.suppress(OSError), (folder / USERS).open("r+") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sweep_left(shared: Path, ours: Collection[Path]) -> None:
-    """Versions in memory whose run's workers on this host were all killed, and none came after them."""
-    for home in set(shared.glob(_NAME.format(os.getuid(), "*"))) - set(ours):
-        with contextlib.suppress(OSError):  # its last worker takes it away
-            if time.time() - home.stat().st_mtime > LEFT_S:
-                _delete_unused(home)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -195,8 +195,7 @@ async def run(context: Context, spec: RecorderSpec) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     def say(text: str, *, well: bool = False) -> None:
-        """From any thread. Where the bus has ended there is nobody to tell."""
-        asyncio.run_coroutine_threadsafe(context.event("tracker", text, level="info" if well else "warning"), loop)
+        from_thread(loop, context.event("tracker", text, level="info" if well else "warning"))
 
     followers: list[Follower] = []
     told: list[History] = []
@@ -222,6 +221,15 @@ async def run(context: Context, spec: RecorderSpec) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         finished = any(history.finished for history in told)
         await asyncio.to_thread(_end, followers, finished, context.log.warning)
+
+
+def from_thread(loop: asyncio.AbstractEventLoop, telling: Coroutine[Any, Any, None]) -> None:
+    """Have the loop of the actor tell something. Where that has ended there is nobody to tell: a tracker that was too late for the
+    end of the run dies without a traceback."""
+    try:
+        asyncio.run_coroutine_threadsafe(telling, loop)
+    except RuntimeError:
+        telling.close()
 
 
 def _end(followers: list[Follower], finished: bool, say: Callable[[str], None]) -> None:

@@ -82,13 +82,17 @@ def families(snapshot: Snapshot, history: History) -> Iterator[Family]:
     yield "restores", "counter", "starts of the trainer", [({}, float(history.counts["restored"]))]
     used = [({"source": source, "value": name}, n) for source, r in history.system.items() for name, n in r["values"].items()]
     yield "system", "gauge", "what a host or Redis uses", used
-    if history.steps:
-        for name, value in history.steps[-1].metrics.items():
-            yield plain(name), "gauge", f"{name} of the newest step", [({}, value)]
-    for name in history.eval_names():
-        if done := history.evals_of(name):
-            for metric, value in done[-1].metrics.items():
-                yield plain(metric), "gauge", f"{metric} of the newest evaluation", [({}, value)]
+    newest = [(name, value, "step") for name, value in history.steps[-1].metrics.items()] if history.steps else []
+    evals = [history.evals_of(name)[-1:] for name in history.eval_names()]
+    newest += [(name, value, "evaluation") for [one] in filter(None, evals) for name, value in one.metrics.items()]
+    shorts: dict[str, list[tuple[str, float, str]]] = {}
+    for metric in newest:
+        shorts.setdefault(plain(metric[0]) or "metric", []).append(metric)
+    for short, found in shorts.items():
+        # A name that is in no ASCII, or in another's form, is told as a label: two metrics of one name spoil what is scraped.
+        labels = len(found) > 1 or not found[0][0].isascii()
+        what = "told by the label" if labels else found[0][0]
+        yield short, "gauge", f"{what} of the newest {found[0][2]}", [({"metric": n} if labels else {}, v) for n, v, _ in found]
 
 
 def plain(metric: str) -> str:

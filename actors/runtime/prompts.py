@@ -336,7 +336,7 @@ async def read_apart(
     """`load_prompts` in a thread, so that the actor is heard of meanwhile, and says what it waits for. None: it is to end.
     `within_s`: deadline of a data source of the user's for each row; RunEnds when it is late, since no thread can be ended."""
     coming = Coming(context.clock.monotonic)
-    reading = asyncio.wrap_future(called(load_prompts, (spec, values, coming)))
+    reading = called(load_prompts, (spec, values, coming))
     ends = asyncio.ensure_future(context.draining.wait())
     if spec.data_source_path:
         context.noting = lambda: f"{spec.data_source_path} gave {coming.text()}"

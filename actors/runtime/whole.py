@@ -8,7 +8,7 @@ import os
 import sysconfig
 import threading
 import traceback
-from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +60,13 @@ async def in_time(name: str, deadline_s: float, hook: Any, *args: Any) -> Any:
     can be ended, and the same call would be late again."""
     done = called(hook, args)
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(done), deadline_s)
-    except TimeoutError:
-        if done.done() and not done.cancelled():
-            raise  # its own
-        late = f"{name} did not end within {deadline_s:g} s (--batch-hook-timeout-s)"
-        raise RunEnds(f"{late}. What is not done stays pending; the same command resumes.") from None
+        await asyncio.wait((done,), timeout=deadline_s)
+        if done.done():
+            return done.result()
+    finally:
+        done.cancel()
+    late = f"{name} did not end within {deadline_s:g} s (--batch-hook-timeout-s)"
+    raise RunEnds(f"{late}. What is not done stays pending; the same command resumes.")
 
 
 def fitting(hook: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -79,32 +80,40 @@ def fitting(hook: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[: sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given)]
 
 
-def called(hook: Any, args: tuple[Any, ...]) -> Future[Any]:
-    """What it will return or raise, from a thread that keeps no process alive."""
-    done: Future[Any] = Future()
-    threading.Thread(target=_run, args=(hook, args, done), daemon=True).start()
+def called(hook: Any, args: tuple[Any, ...], *, waits: bool = True) -> asyncio.Future[Any]:
+    """What it will return or raise, from a thread that keeps no process alive. `waits`: what can be awaited is, in that thread."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+    threading.Thread(target=_run, args=(hook, args, waits, loop, done), daemon=True).start()
     return done
 
 
 async def in_thread(hook: Any, *args: Any) -> Any:
     """What a plain function of the user's returns, from a thread of its own: in a pool, those that hang would leave none for
     others."""
-    done: Future[Any] = Future()
-    threading.Thread(target=_run, args=(hook, args, done, False), daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return await called(hook, args, waits=False)
 
 
-def _run(hook: Any, args: tuple[Any, ...], done: Future[Any], waits: bool = True) -> None:
+def _run(hook: Any, args: tuple[Any, ...], waits: bool, loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]) -> None:
     try:
         found = hook(*args)
         if waits and inspect.isawaitable(found):
             found = asyncio.run(awaited(found))
+        answer = (found, None)
     except BaseException as error:  # noqa: BLE001 - it is told where it is waited for
-        if not done.cancelled():
-            done.set_exception(as_exception(error))
+        answer = (None, as_exception(error))
+    with suppress(RuntimeError):  # the loop is closed, after a Ctrl-C for example: nobody waits, and a traceback helps nobody
+        loop.call_soon_threadsafe(_tell, done, *answer)
+
+
+def _tell(done: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
+    """In the loop's own thread, where no cancellation can come between the question and the answer."""
+    if done.cancelled():
         return
-    if not done.cancelled():
+    if error is None:
         done.set_result(found)
+    else:
+        done.set_exception(error)
 
 
 def said(error: BaseException, deadline_s: Any = None) -> str:

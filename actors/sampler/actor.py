@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from zlib import crc32
 
 import msgspec
 
@@ -121,8 +122,11 @@ class Sampler:
         if known == self._data:
             return
         if known:
-            has = f"{self._spec.data.path} has {len(self._prompts)} prompts, and not the {known.partition(':')[0]} that the run had"
-            text = f"{has}; it goes on at its place among them"
+            now, before = str(len(self._prompts)), known.partition(":")[0]
+            what = f"not the {before}" if now != before else f"others than the {before}"
+            first = Position.parse(await self._context.bus.state("sampler")).cursor.group + 1
+            text = f"{self._spec.data.path} has {now} prompts, and {what} that the run had; it goes on at its place among them, "
+            text += f"and from group {_group_id(first)} on the id of a prompt means its row there"
             await self._context.event("prompts changed", text, level="warning")
         await self._context.bus.commit(Commit(state={"sampler.data": self._data}))
 
@@ -168,8 +172,8 @@ class Sampler:
 
     async def _issue_again(self) -> None:
         """After the bus was lost and restored from a checkpoint, every open group's samples are gone: put them back. Those of a
-        prompt that the data holds no more are dropped. The state field `reissue` says how far this came, so that a kill in between
-        repeats nothing."""
+        prompt that the data holds no more, or another one under its id, are dropped. The state field `reissue` says how far this
+        came, so that a kill in between repeats nothing."""
         bus = self._context.bus
         done = await bus.state("reissue")
         if not done.startswith("pending"):
@@ -182,7 +186,7 @@ class Sampler:
             opened = msgspec.msgpack.decode(raw, type=OpenGroup)
             then = f"pending:{group_id}"
             row = self._row_of.get(opened.prompt_id)
-            if row is None:
+            if row is None or opened.prompt_crc not in (0, _crc(self._prompts[row])):
                 books = ledger.dropped(PROMPT_GONE, len(opened.indexes), 0)
                 await bus.commit(Commit(close_groups=(group_id,), ledger=books, guard=Guard("reissue", done, then)))
                 self._progress.close(group_id)
@@ -267,7 +271,7 @@ class Sampler:
             if pictures is None:
                 continue
             group = OpenGroup(
-                group_id=f"g{position.cursor.group:07d}",
+                group_id=_group_id(position.cursor.group),
                 prompt_id=f"p{prompt.index}",
                 n_samples=self._spec.n_samples_per_prompt,
                 attempt=attempt,
@@ -275,6 +279,7 @@ class Sampler:
                 source_index=prompt.index,
                 epoch=position.cursor.epoch,
                 blobs=tuple(picture.blob for picture in pictures),
+                prompt_crc=_crc(prompt),
             )
             outs += [Out(PROMPTS, task) for task in self._tasks(group, prompt, knobs, pictures)]
             opened.append(group)
@@ -356,8 +361,20 @@ def _digest(prompts: Iterable[Prompt]) -> str:
     """Of texts and labels, in their order."""
     found = hashlib.blake2b(digest_size=8)
     for prompt in prompts:
-        found.update(f"{len(prompt.text)}:{prompt.text}{prompt.label}\0".encode())
+        found.update(_line(prompt))
     return found.hexdigest()
+
+
+def _crc(prompt: Prompt) -> int:
+    return crc32(_line(prompt)) or 1
+
+
+def _line(prompt: Prompt) -> bytes:
+    return f"{len(prompt.text)}:{prompt.text}{prompt.label}\0".encode()
+
+
+def _group_id(number: int) -> str:
+    return f"g{number:07d}"
 
 
 async def run(context: Context, spec: SamplerSpec) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from actors.runtime.context import Context
 from actors.runtime.drain import STEP_ENDS
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.in_memory import in_use
 from actors.runtime.priority import COMPUTE_NICE, lower_to
 from actors.runtime.prompts import vocabulary_of
 from actors.runtime.seeds import seed_for
@@ -327,5 +328,6 @@ class Trainer:
 
 
 async def run(context: Context, spec: TrainerSpec) -> None:
-    """The trainer's process."""
-    await Trainer(context, spec).run()
+    """The trainer's process. What it published stays in memory while it lives, also without a launcher."""
+    with in_use(Path(spec.weights_dir).parent):
+        await Trainer(context, spec).run()

@@ -29,6 +29,7 @@ from bus.messages.versions import PolicyVersion
 from bus.streams.redis import LIFE
 
 TRACKER = "latest_checkpointed_iteration.txt"
+INDEX = "index.json"  # of a backend's files, written last of them
 
 
 class Consumed(msgspec.Struct, frozen=True):
@@ -211,14 +212,32 @@ def others(save: Path, damaged: int | None) -> str:
 
 
 def _looks_intact(save: Path, step: int) -> bool:
-    """Bus state readable, and all files of the index there in full size. The checksums are the loader's to compare."""
+    """Bus state readable, and all files of the index there in full size."""
     try:
         msgspec.msgpack.decode(bus_state_file(save, step).read_bytes(), type=BusState)
-        index = json.loads((iter_dir(save, step) / "index.json").read_text())
-        sizes = {iter_dir(save, step) / name: int(file["n_bytes"]) for name, file in index["files"].items()}
-        return all(path.stat().st_size == size for path, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, *UNREADABLE):
+    except (OSError, *UNREADABLE):
         return False
+    return not missing_of(iter_dir(save, step))
+
+
+def missing_of(directory: Path) -> str:
+    """Which file of a checkpoint's index is not there in full size, or what is wrong with the index; empty when all are. The
+    checksums are the loader's to compare."""
+    try:
+        index = json.loads((directory / INDEX).read_text())
+        sizes = {name: int(file["n_bytes"]) for name, file in index["files"].items()}
+    except OSError as error:
+        return f"{INDEX} cannot be read ({error.strerror}): it was never finished"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{INDEX} is damaged"
+    for name, size in sizes.items():
+        try:
+            found = (directory / name).stat().st_size
+        except (OSError, ValueError) as error:
+            return f"{name!r} cannot be read ({getattr(error, 'strerror', error)})"
+        if found != size:
+            return f"{name} has {found} bytes instead of {size}: it is cut or overwritten"
+    return ""
 
 
 async def acknowledged(bus: Bus) -> int:

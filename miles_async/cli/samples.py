@@ -49,11 +49,12 @@ def run(args: argparse.Namespace) -> int:
 
 def kept(run_dir: Path, eval_set: str | None) -> Iterable[dict[str, Any]]:
     """All samples that the run's folder has as text, in order; of training, or of one held-out set."""
+    from actors.evaluator.kept import kept_files
     from actors.recorder.samples import FILE, OLDER, read_samples
 
     if eval_set is None:
         return read_samples((run_dir / OLDER, run_dir / FILE))
-    return read_samples(sorted((run_dir / "eval_samples").glob(f"{eval_set}_*.jsonl")))
+    return read_samples(kept_files(run_dir).get(eval_set, ()))
 
 
 def choose(samples: Iterable[dict[str, Any]], *, step: int | None, group: str | None) -> list[dict[str, Any]]:

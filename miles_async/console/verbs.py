@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from actors.evaluator.kept import kept_files
 from actors.recorder.file import stream_records
 from actors.recorder.history import history_of
 from bus import Bus
@@ -103,7 +104,7 @@ class Verbs:
 
 
 def _chosen(run_dir: Path, eval_set: str | None, step: int | None, order: str) -> Any:
-    sets = sorted({file.name.rpartition("_")[0] for file in (run_dir / "eval_samples").glob("*_*.jsonl")})
+    sets = sorted(kept_files(run_dir))
     steps: list[int] = []
 
     def noting(samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,7 @@ from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.flags import compare, fields_against
 from actors.trainer.megatron_backend.layout import layout_of, refusals
+from actors.trainer.megatron_backend.torch_dist import CONTENTS, check_whole
 from bus.errors import UNREADABLE
 from miles_async.launcher.plan import objective_config, told, training_data
 from miles_async.launcher.preflight import check_prompt_data
@@ -34,6 +35,7 @@ from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.flat import BATCH
 from miles_async.settings.megatron_fields import OF_MEGATRON
 from miles_async.settings.run import RunSettings
+from miles_async.settings.second_models import reference_dir, start_dir, teacher_dir
 
 ROLLOUT_S = 60.0  # one rollout of a synthetic engine
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
@@ -183,4 +185,26 @@ def check_architecture(settings: RunSettings) -> None:
         raise SettingsError("; ".join(differ), field="hf_checkpoint", value=settings.model.hf_checkpoint)
 
 
-PROBES = (check_resume, check_architecture, check_quantization, check_hooks)
+def check_shards(settings: RunSettings) -> None:
+    """Refuse a torch_dist checkpoint to take weights from whose files are not all there: the trainer would say it when all others
+    have started. A probe of the preflight."""
+    flat, c = settings.flat, settings.ckpt
+    if flat.train_backend != "megatron":
+        return
+    given = {
+        "hf_checkpoint": "" if settings.model.builtin_name is not None else str(settings.model.hf_checkpoint),
+        "ref_load": reference_dir(settings),
+        "load": start_dir(settings),
+        "opd_teacher_load": teacher_dir(settings),
+    }
+    for field, directory in given.items():
+        if not directory or not (Path(directory) / CONTENTS).is_file():
+            continue
+        try:
+            check_whole(Path(directory))
+        except Refused as error:
+            value = getattr(c, field) if field != "hf_checkpoint" else settings.model.hf_checkpoint
+            raise SettingsError(str(error), field=field, value=value) from None
+
+
+PROBES = (check_resume, check_architecture, check_quantization, check_shards, check_hooks)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ import msgspec
 
 from actors.runtime.child import PYTHON, free_port
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.host import SILENT_BEATS, lives
+from actors.runtime.host import SHARED, SILENT_BEATS, lives
+from actors.runtime.in_memory import let_go, named
 from actors.runtime.prompts import Tokenizer, load_prompts
 from actors.runtime.run import Refused
 from actors.trainer.checkpoint import (
@@ -141,7 +141,7 @@ def weights_dir(run_dir: Path, model: Path) -> tuple[Path, str]:
     versions, in float32, lie there at once, and containers often have little."""
     shared = shared_memory(run_dir)
     need = 2 * 2 * sum(f.stat().st_size for f in model.glob("*.safetensors"))
-    free = shutil.disk_usage("/dev/shm").free if shared != run_dir / "weights" else need
+    free = shutil.disk_usage(SHARED).free if shared != run_dir / "weights" else need
     if free >= need or shared.exists():
         return shared, ""
     text = f"/dev/shm has {free / 1e9:.1f} GB free and two versions of the weights may need {need / 1e9:.1f} GB: they are "
@@ -152,16 +152,14 @@ def weights_dir(run_dir: Path, model: Path) -> tuple[Path, str]:
 def free_weights(directory: Path) -> None:
     """Published versions leave memory, and the run's folder there with them; one that holds more stays."""
     shutil.rmtree(directory, ignore_errors=True)
-    with suppress(OSError):
-        directory.parent.rmdir()
+    let_go(directory.parent)
 
 
 def shared_memory(run_dir: Path) -> Path:
     """Directory for published weights: shared memory where the host has it, else the run directory."""
     digest = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
-    root = Path("/dev/shm")
-    if root.is_dir() and os.access(root, os.W_OK):
-        return private_directory(root / f"miles_async-{os.getuid()}-{digest}") / "weights"
+    if SHARED.is_dir() and os.access(SHARED, os.W_OK):
+        return named(digest) / "weights"
     return run_dir / "weights"
 
 

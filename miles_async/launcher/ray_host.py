@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from actors.runtime.child import PYTHON, Child, free_port, log_tail
+from actors.runtime.in_memory import let_go
 from bus.private import private_directory, write_secret
 from miles_async import __version__
 from miles_async.settings.checks import not_writable
@@ -111,6 +112,7 @@ class Host:
     def clear(self, folder: str) -> None:
         """Take away what the run left in this node's memory."""
         shutil.rmtree(folder, ignore_errors=True)
+        let_go(Path(folder).parent)
 
     def names(self) -> list[str]:
         """Of what runs here."""

@@ -14,6 +14,7 @@ from actors.trainer.checkpoint import (
     bus_state_file,
     iter_dir,
     latest,
+    missing_of,
     others,
     resume_point,
     write_durably,
@@ -83,6 +84,9 @@ def _check_there(settings: RunSettings, load: str) -> None:
     if not bus_state_file(parent, step).is_file():
         text = f"checkpoint {step} has no state of a run beside it, so it cannot be resumed"
         raise refusal("load", load, text, f"Add --finetune to start from its weights. {others(parent, step)}")
+    if why := missing_of(iter_dir(parent, step)):
+        field, value = ("ckpt_step", step) if asked else ("load", load)
+        raise refusal(field, value, f"checkpoint {step} in {parent} is not whole: {why}", others(parent, step))
 
 
 def move_tracker(settings: RunSettings) -> list[str]:

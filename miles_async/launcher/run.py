@@ -26,6 +26,7 @@ from actors.runtime.deadline import within
 from actors.runtime.drain import Heard
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
+from actors.runtime.in_memory import in_use
 from actors.runtime.loop import run_loop
 from actors.runtime.prompts import routed_shape
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED, disk_text
@@ -95,7 +96,7 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
         return 0
     counter = token_counter(settings, Path(place.model_dir))
     check_prompt_lengths(settings, found.prompts, counter, found.model_context)
-    with only_launcher(run_dir, settings.launch.name):
+    with only_launcher(run_dir, settings.launch.name), in_use(Path(place.weights_dir).parent):
         placers = placers_of(settings, place, servers)
         if settings.launch.env_report:
             write_env_report(run_dir)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,8 +15,9 @@ import pytest
 
 from actors.runtime.contained import HookRaised, contained
 from actors.runtime.hooks import load_hook
+from actors.runtime.refusals import RunEnds
 from actors.runtime.run import EXIT_CRASHED, Refused
-from actors.runtime.whole import in_thread
+from actors.runtime.whole import in_thread, in_time
 from tests.actors.house import open_bus
 from tests.declared import actor_of
 from tests.floors.tree import ROOT
@@ -73,6 +75,54 @@ async def test_a_thread_tells_whatever_its_function_raised(error: BaseException)
 
     with pytest.raises(HookRaised, match=type(error).__name__):
         await asyncio.wait_for(in_thread(hook), 10)
+
+
+@pytest.mark.parametrize("moment", ["before it is told", "behind the loop's end"])
+def test_an_answer_that_nobody_waits_for_any_more_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """As after a Ctrl-C: a traceback of a thread that the user never saw would look like a fault."""
+    shown: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    begun, go = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def hook() -> int:
+        threads.append(threading.current_thread())
+        begun.set()
+        assert go.wait(20)
+        return 1
+
+    async def cancelled() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: shown.append(what))
+        waiting = asyncio.create_task(in_thread(hook))
+        await asyncio.to_thread(begun.wait, 20)
+        if moment == "before it is told":
+            go.set()
+            threads[0].join(20)  # the loop stands still: what the thread said waits in its queue
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(cancelled())
+    go.set()
+    threads[0].join(20)
+    assert not shown and not threads[0].is_alive()
+
+
+async def test_a_timeout_that_a_function_raises_itself_is_its_own() -> None:
+    def hook() -> NoReturn:
+        raise TimeoutError("the database")
+
+    with pytest.raises(TimeoutError, match="the database"):
+        await in_time("--filter f", 20, hook)
+
+
+async def test_a_function_that_is_late_ends_the_run_and_is_named() -> None:
+    go = threading.Event()
+    try:
+        with pytest.raises(RunEnds, match=r"^--filter f did not end within 0\.01 s"):
+            await in_time("--filter f", 0.01, go.wait, 20)
+    finally:
+        go.set()
 
 
 def test_a_module_that_ends_while_it_is_loaded_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from actors.evaluator.actor import EvalSet, EvaluatorSpec, run
 from actors.evaluator.estimates import at_k, interval, maj_at, majority, pass_at, powers
+from actors.evaluator.kept import kept_files
 from actors.evaluator.schedule import Issued, due, result
 from actors.recorder.history import History, history_of
 from actors.recorder.records import records_of
@@ -44,7 +45,7 @@ async def evaluating(
     save_tokenizer(folder, ARITHMETIC)
     (folder / "held.jsonl").write_text("".join(json.dumps({"input": str(i), "label": "1"}) + "\n" for i in range(N)))
     data = data_of(path=str(folder / "held.jsonl"), input_key="input", label_key="label", tokenizer_dir=str(folder))
-    spec = room_of(EvaluatorSpec, sets=(EvalSet(name="held", data=data, **dict(of_set)),), num_rollout=LAST, **more)
+    spec = room_of(EvaluatorSpec, sets=(EvalSet(**{"name": "held", "data": data, **dict(of_set)}),), num_rollout=LAST, **more)
     async with open_bus(redis_url, run_name, knobs={"eval_interval": interval, "has_eval_data": True}) as bus:
         async with running(bus, "evaluator", run, spec, run_dir=str(folder)) as context:
             yield bus, context
@@ -290,6 +291,20 @@ async def test_several_samples_a_prompt_a_few_at_a_time_and_all_kept(redis_url: 
     [kept] = (tmp_path / "eval_samples").iterdir()
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
     assert kept.name == "held_0000001.jsonl" and [line["reward"] for line in lines] == [0.0] * 5 + [1.0] * 3
+
+
+@pytest.mark.parametrize("name", ["math/aime", "../held", "a%2fb", "held_0000001", "数学", "two\nlines"])
+async def test_samples_of_a_set_are_kept_under_any_name(redis_url: str, run_name: str, tmp_path: Path, name: str) -> None:
+    """HuggingFace's names have a slash; such samples were lost at each evaluation, or lay outside of the folder."""
+    async with evaluating(redis_url, run_name, tmp_path, 1, of_set={"name": name}, keep=1) as (bus, _):
+        for step in (0, 1):
+            await put(bus, ACTIVE, active(step))
+            tasks = (await issued(bus, N * (step + 1)))[N * step :]
+            await put(bus, EVAL_SCORED, *(answer(t, 1.0, VersionSpan(1, 0, 2)) for t in tasks))
+            await results(bus, step + 1)
+        assert not [m for m in await messages(bus, EVENTS) if getattr(m, "level", "") == "warning"]
+    [kept] = (tmp_path / "eval_samples").iterdir()
+    assert kept_files(tmp_path) == {name: [kept]} and len(kept.read_text().splitlines()) == N
 
 
 async def _more(bus: Bus, answered: int, last: int) -> bool:

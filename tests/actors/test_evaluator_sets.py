@@ -17,7 +17,8 @@ from actors.evaluator.sets import EvalSet
 from actors.runtime.context import Context
 from actors.runtime.refusals import Refused
 from bus import Bus, Commit, Reader
-from bus.messages.policy import Finished
+from bus.messages.active import PolicyActive
+from bus.messages.policy import Finished, Restored
 from bus.messages.samples import SampleTask
 from bus.messages.versions import PolicyVersion, VersionSpan
 from bus.topology import ACTIVE, DEAD, EVAL_PROMPTS, EVAL_SCORED, EVENTS, POLICY
@@ -95,6 +96,37 @@ async def test_an_evaluation_that_other_data_sets_began_is_given_up(redis_url: s
             [done] = await results(bus)
             assert (done.name, done.asked, done.metrics["eval/new"], done.n_samples) == ("new", 1, 0.0, 4)
             assert context.counters["evaluation_given_up"] == 6 and not await bus.length(DEAD)
+
+
+async def test_late_scores_of_one_that_was_given_up_long_ago_are_no_dead_letters(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """The next one was issued, and the evaluator was started once more; then the step was done again."""
+    async with opened(redis_url, run_name, tmp_path, old=4, new=4) as bus:
+        async with running(bus, "evaluator", run, spec_of(tmp_path, "old"), run_dir=str(tmp_path)):
+            await put(bus, ACTIVE, active(0))
+            await issued(bus, 4)
+            first, late, *_ = await begun(bus, 4)
+        async with running(bus, "evaluator", run, spec_of(tmp_path, "new"), run_dir=str(tmp_path)):
+            await put(bus, ACTIVE, active(1))
+            await issued(bus, 4)
+            tasks = await begun(bus, 4)
+        async with running(bus, "evaluator", run, spec_of(tmp_path, "new"), run_dir=str(tmp_path)) as context:
+            await put(bus, EVAL_SCORED, answer(late, 1.0, SPAN), lost(first), *(answer(t, 0.0, SPAN) for t in tasks))
+            [done] = await results(bus)
+            assert (done.asked, done.metrics["eval/new"], done.n_samples) == (1, 0.0, 4)
+            await until(lambda: _counted(context, 2))
+            assert not await bus.length(DEAD)
+            await put(bus, POLICY, Restored(step=-1, version=PolicyVersion(9, -1)))
+            await put(bus, ACTIVE, PolicyActive(version=PolicyVersion(10, 0), serving={"w": 10}))
+            again = await issued(bus, 4)
+            await put(bus, EVAL_SCORED, *(answer(t, 1.0, SPAN) for t in again))
+            assert [done.asked for done in await results(bus, 2)] == [1, 0], "it counts now"
+        assert await bus.state("eval.given_up") == ""
+
+
+async def _counted(context: Context, n: int) -> bool:
+    return context.counters.get("evaluation_given_up") == n
 
 
 async def test_scores_that_wait_are_of_an_evaluation_that_is_given_up(redis_url: str, run_name: str, tmp_path: Path) -> None:

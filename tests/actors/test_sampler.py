@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -153,7 +153,15 @@ async def test_prompts_that_changed_since_the_last_start_are_told(redis_url: str
             await until(told)
         async with running(bus, "sampler", run, spec(data)) as context:
             await until(lambda: _waits(context))
-        assert await told() == [f"{data.path} has 4 prompts, and not the 10 that the run had; it goes on at its place among them"]
+        [said] = await told()
+        assert said == (
+            f"{data.path} has 4 prompts, and not the 10 that the run had; it goes on at its place among them, and from group "
+            "g0000004 on the id of a prompt means its row there"
+        )
+        Path(data.path).write_text("\n".join([*rows[:3], rows[9]]))
+        async with running(bus, "sampler", run, spec(data)):
+            await until(lambda: _many(told, 2))
+        assert (await told())[1].startswith(f"{data.path} has 4 prompts, and others than the 4 that the run had; it goes on")
 
 
 async def test_while_prompts_are_read_the_sampler_is_heard_of_and_says_what_it_waits_for(
@@ -252,6 +260,32 @@ async def test_an_open_group_whose_prompt_the_data_holds_no_more_is_dropped_and_
         assert (await check(bus)).closes
         [said] = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "prompts gone"]
         assert said.text.startswith("1 open groups are of prompts that") and "the first p777" in said.text
+
+
+async def test_no_sample_of_a_group_is_issued_again_with_another_prompt(
+    redis_url: str, run_name: str, data: DataSpec
+) -> None:
+    """A row is taken out of the middle: the ids of those behind it mean others, and siblings of the lost ones may be trained."""
+    async with open_bus(redis_url, run_name) as bus:
+        await activate(bus, 0)
+        async with running(bus, "sampler", run, spec(data, shuffle=False)):
+            await until(lambda: _length(bus, 6))
+        rows = Path(data.path).read_text().splitlines()
+        Path(data.path).write_text("\n".join(rows[:1] + rows[2:]))
+        await bus.commit(Commit(state={"reissue": "pending"}))
+        async with running(bus, "sampler", run, spec(data, shuffle=False)) as context:
+            await until(lambda: _waits(context))
+        texts: dict[str, set[str]] = {}
+        for task in await messages(bus, PROMPTS):
+            texts.setdefault(task.group_id, set()).add(task.prompt_text)
+        assert [texts[f"g000000{n}"] for n in (1, 2, 3)] == [{"0+1="}, {"1+1="}, {"2+1="}]
+        assert (await read_accounts(bus)).dropped == {"prompt_gone": 4}
+        [said] = [m for m in await messages(bus, EVENTS) if getattr(m, "kind", "") == "prompts gone"]
+        assert said.text.startswith("2 open groups are of prompts that") and "the first p1" in said.text
+
+
+async def _many(told: Callable[[], Awaitable[list[str]]], n: int) -> bool:
+    return len(await told()) == n
 
 
 async def test_a_filter_that_rejects_everything_ends_with_a_clear_error(

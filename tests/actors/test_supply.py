@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import socket
 from pathlib import Path
 
@@ -97,24 +95,6 @@ async def test_a_version_stays_while_a_worker_of_the_host_is_at_it_however_many_
         assert first.parent.is_dir()
         await quick.close()
         assert not first.parent.exists()
-
-
-async def test_what_killed_workers_of_another_run_left_in_memory_is_freed(
-    tmp_path: Path, redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supply_module, "SHARED", tmp_path)
-    homes = {what: tmp_path / f"miles_async-{os.getuid()}-{what}-fetched" for what in ("left", "used", "fresh")}
-    for what, home in homes.items():
-        (home / ("0" * 32)).mkdir(parents=True)
-        (home / supply_module.USERS).touch()
-        if what != "fresh":
-            os.utime(home, (0, 0))
-    async with open_bus(redis_url, run_name) as bus:
-        context = Context(actor_of(name="c", role="generation", bus=bus.config), bus, LiveKnobs(bus))
-        with (homes["used"] / supply_module.USERS).open() as lives:
-            fcntl.flock(lives, fcntl.LOCK_SH)
-            Supply(context, token="t", serves=False, address="", deadline_s=5.0).open()
-    assert [what for what, home in homes.items() if home.exists()] == ["used", "fresh"], "its workers may come back soon"
 
 
 async def test_what_a_host_fetches_is_told_at_once(redis_url: str, run_name: str) -> None:

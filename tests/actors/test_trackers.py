@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import inspect
 import json
 import os
 import re
@@ -15,9 +16,11 @@ import time
 import aiohttp
 import msgspec
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as strictly
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.recorder import trackers
+from actors.recorder.actor import from_thread
 from actors.recorder.exporter import Exporter, ExporterSpec, families, plain
 from actors.recorder.feed import Feed
 from actors.recorder.file import FILE
@@ -26,7 +29,9 @@ from actors.recorder.points import Points
 from actors.recorder.tracker_kinds import TrackerSpec, opens
 from actors.recorder.trackers import PLACES, follow_all
 from actors.runtime.snapshot import read_snapshot
-from bus import Bus
+from bus import Bus, Out
+from bus.messages.control import EvalDone
+from bus.topology import EVAL_RESULTS
 from miles_async.launcher.place import Place
 from miles_async.launcher.plan import recorder_spec
 from miles_async.settings.errors import SettingsError
@@ -278,6 +283,22 @@ def test_the_settings_name_trackers_and_keep_the_key_to_the_recorder(place):
         settings_from(**flags, wandb_mode="nowhere")
 
 
+def test_a_tracker_that_is_late_for_the_end_of_the_run_tells_nobody():
+    told = []
+
+    async def tell():
+        told.append(True)
+
+    async def run():
+        await asyncio.to_thread(from_thread, asyncio.get_running_loop(), tell())
+        while not told:  # noqa: ASYNC110 - it comes in one of the next turns of the loop
+            await asyncio.sleep(0)
+        return asyncio.get_running_loop()
+
+    from_thread(asyncio.run(run()), late := tell())
+    assert told == [True] and inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
+
+
 async def records(bus):
     feed = Feed(bus)
     found, more = await feed.read(0.0)
@@ -288,13 +309,13 @@ async def records(bus):
     return found
 
 
-async def scraped(exporter):
+async def scraped(exporter, accept=""):
     deadline = time.monotonic() + 20
     while not exporter.port:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"http://127.0.0.1:{exporter.port}/metrics") as answer:
+        async with session.get(f"http://127.0.0.1:{exporter.port}/metrics", headers={"Accept": accept}) as answer:
             return answer.status, await answer.text()
 
 
@@ -323,6 +344,25 @@ async def test_prometheus_sees_actors_streams_and_the_newest_step(redis_url, run
         made = families(await read_snapshot(bus), History())
         own = {f"miles_async_{name}{'_total' if kind == 'counter' else ''}" for name, kind, _, _ in made}
         assert own == page
+
+
+async def test_metrics_whose_names_prometheus_cannot_tell_apart_spoil_no_scrape(redis_url, run_name):
+    """Data sets may be named in any script, and Prometheus refuses all of an answer that names a metric twice."""
+    scores = {"gsm-8k": 0.1, "gsm_8k": 0.2, "数学": 0.3, "代码": 0.4, "über": 0.6, "held": 0.5}
+    made = [EvalDone(name=n, version=1, step=1, metrics={f"eval/{n}": v}, n_samples=1) for n, v in scores.items()]
+    async with Bus(config(redis_url, run_name)) as bus:
+        await bus.append([Out(EVAL_RESULTS, one) for one in made], repeatable=True)
+        history = history_of(await records(bus))
+        exporter = Exporter(bus, ExporterSpec(host="127.0.0.1", port=0, run="mine"), lambda: history, print)
+        serving = asyncio.create_task(exporter.serve())
+        status, text = await scraped(exporter, "application/openmetrics-text; version=1.0.0")
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert status == 200
+    told = {(s.name, s.labels.get("metric")): s.value for family in strictly(text) for s in family.samples}
+    assert told["miles_async_eval_held", None] == 0.5
+    named = {metric: value for (name, metric), value in told.items() if metric}
+    assert named == {f"eval/{name}": value for name, value in scores.items() if name != "held"}
 
 
 async def test_a_port_that_is_taken_is_named_and_the_run_goes_on(redis_url, run_name, monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from actors.generation import routed as routed_module
 from actors.generation.engine import Chunk, GenerateRequest, RouteBroken
 from actors.generation.routed import RoutedEngine
 from actors.generation.router_client import RouterClient, RouterGone
@@ -215,6 +216,44 @@ async def test_an_engine_that_leaves_before_it_was_taken_up_stays_out(
         await until_async(lambda: _left(client, url), "the router takes it up and lets it go")
         await until_async(lambda: _listed(client, set()), "the engine is out")
     await client.close()
+
+
+async def test_an_engine_that_left_too_early_is_let_go_later(
+    cold_engine: None, router: RealRouter, models: Callable[[str], tuple[Path, Path]]
+) -> None:
+    with engine_process(models("qwen3")[0]) as (url, process):
+        engine = RoutedEngine(url, router.url, **DEADLINES | {"control_deadline_s": 1.0})
+        process.send_signal(signal.SIGSTOP)
+        await engine.join()
+        await engine.leave()
+        assert engine.leaving and not engine.routed, "the router is still at it, and would take it up behind our back"
+        process.send_signal(signal.SIGCONT)
+        await until_async(lambda: _out(engine), "the router takes it up and lets it go")
+        client = RouterClient(router.url, deadline_s=10.0)
+        await until_async(lambda: _listed(client, set()), "the engine is out")
+        await client.close()
+        await engine.join()
+        await until_async(lambda: _renewed(engine), "it may come back")
+        await engine.close()
+
+
+async def _out(engine: RoutedEngine) -> bool:
+    assert await engine.renew() == "", "nothing to tell an operator"
+    return not engine.leaving
+
+
+async def test_a_router_that_never_lets_an_engine_go_is_told_of_once(
+    engines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed_module, "LEAVES_S", 0.0)
+    monkeypatch.setattr(routed_module, "RENEW_S", 0.0)
+    engine = RoutedEngine(engines[1], f"http://127.0.0.1:{free_port()}", **DEADLINES)
+    await engine.join()
+    await engine.leave()
+    [said, *more] = [await engine.renew() for _ in range(3)]
+    assert "may be sent requests: router http://127.0.0.1:" in said and "cannot be reached" in said
+    assert more == ["", ""] and not engine.leaving
+    await engine.close()
 
 
 async def _left(client: RouterClient, url: str) -> bool:

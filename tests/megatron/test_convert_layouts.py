@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +24,13 @@ from actors.trainer.megatron_backend import checkpoint, model, weights
 from actors.trainer.megatron_backend.directory import read
 from actors.trainer.megatron_backend.layout import Layout
 from actors.trainer.megatron_backend.parallel import Groups
-from actors.trainer.megatron_backend.torch_dist import TRACKER, check, iteration
+from actors.trainer.megatron_backend.torch_dist import TRACKER, check, check_whole, iteration
 from actors.trainer.training.export import bucketed, gathered
 from actors.trainer.training.ranks import Ranks
+from miles_async.launcher.hooks import check_shards
+from miles_async.settings.errors import SettingsError
+from miles_async.settings.load import settings_from
+from tests.floors.tree import ROOT
 from tests.megatron.models import DENSE, MODELS, make, tensors
 from tests.megatron.pool import Pool
 
@@ -228,6 +235,32 @@ def test_a_damaged_shard_is_refused_on_every_rank(models: Path, saved: Path, tmp
         shard.write_bytes(bytes(shard.stat().st_size))
     for said in pool.run(4, refused, "glm4", str(models), str(ours)):
         assert said.startswith(f"{ours} can't be loaded: ") and "\n" not in said
+
+
+def test_shards_that_are_missing_or_cut_are_refused_before_anything_starts(saved: Path, tmp_path: Path) -> None:
+    """By a launcher, which loads no torch."""
+    ours = shutil.copytree(saved / "glm4", tmp_path / "ck")
+    read = "import sys; from pathlib import Path; from actors.trainer.megatron_backend.torch_dist import check_whole; "
+    read += "check_whole(Path(sys.argv[1])); assert not {'torch', 'megatron'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", read, str(ours)], cwd=ROOT, check=True, timeout=60)
+    shard = max(ours.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    size = shard.stat().st_size
+    os.truncate(shard, size - 1)
+    with pytest.raises(Refused, match=rf"{ours} is not whole: shard {shard.name} has {size - 1} bytes, its tensors end at {size}"):
+        check_whole(ours)
+    shard.unlink()
+    with pytest.raises(Refused, match=rf"{ours} is not whole: shard {shard.name} of \d+ is missing"):
+        check_whole(ours)
+    settings = settings_from(
+        hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=3, rm_type="math", save=str(tmp_path / "new"),
+        train_backend="megatron", ref_load=str(ours),
+    )  # fmt: skip
+    with pytest.raises(SettingsError, match=rf"ref_load = .*: {ours} is not whole: shard {shard.name} of \d+ is missing"):
+        check_shards(settings)
+    (ours / ".metadata").write_bytes(pickle.dumps(Shout()))
+    with pytest.raises(Refused, match=r"asks for pathlib\.\w*\.?touch|asks for builtins.getattr"):
+        check_whole(ours)
+    assert not Path("carried-code").exists()
 
 
 class Shout:

@@ -71,7 +71,10 @@ def test_samples_of_an_evaluation_and_none_at_all(run_dir: Path, capsys: pytest.
     (run_dir / "eval_samples").mkdir()
     line = json.dumps({"step": 2, **scored("e2", 7, 0.5, [3], [1])})
     (run_dir / "eval_samples" / "held_0000002.jsonl").write_text(f"{line}\nnot json\n")
-    assert "e2/7 at step 2" in shown(capsys, "--eval", "held")
+    other = json.dumps({"step": 3, **scored("e3", 7, 0.5, [3], [1])})
+    (run_dir / "eval_samples" / "held_hard_0000003.jsonl").write_text(f"{other}\n")
+    assert "e2/7 at step 2" in shown(capsys, "--eval", "held"), "not those of another set whose name begins so"
+    assert "e3/7 at step 3" in shown(capsys, "--eval", "held_hard")
     assert app.main(["samples", "--run", "one", "--group", "g9"]) == 2
     assert "no such sample is kept" in capsys.readouterr().err
 

@@ -64,6 +64,24 @@ def test_so_is_every_other_folder_that_the_run_would_write_at_its_first_step(tmp
     assert not free.exists(), "nothing is made"
 
 
+def test_a_checkpoint_whose_files_are_not_all_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20)
+    check_resume(make(tmp_path))
+    model, index = tmp_path / "iter_0000020" / "model", tmp_path / "iter_0000020" / "index.json"
+    model.write_bytes(b"123")
+    said = refused(make(tmp_path))
+    assert "checkpoint 20" in said and "model has 3 bytes instead of 4: it is cut or overwritten. Intact: 10;" in said
+    assert refused(make(tmp_path, ckpt_step=20)).startswith("ckpt_step = 20: ")
+    model.unlink()
+    assert "'model' cannot be read (No such file or directory). Intact: 10;" in refused(make(tmp_path))
+    for text, why in (("{}", "index.json is damaged"), ('{"files": {"\\u0000": {"n_bytes": 4}}}', "cannot be read")):
+        index.write_text(text)
+        assert why in refused(make(tmp_path))
+    index.unlink()
+    assert "index.json cannot be read (No such file or directory): it was never finished" in refused(make(tmp_path))
+    check_resume(make(tmp_path, ckpt_step=10))
+
+
 def test_the_tracker_or_ckpt_step_says_which(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     settings = make(own)

@@ -24,6 +24,10 @@ def halved(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, tot
     return 0.5 * pg_loss, kept, {"halved": torch.full_like(pg_loss, 0.5).detach()}
 
 
+def squared_tis(*, pg_loss, loss_masks, **more):
+    return pg_loss.square(), loss_masks, {}
+
+
 def dr_grpo(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     mask = torch.cat(loss_masks)
     return lambda x: (x * mask).sum() / 1000
@@ -109,6 +113,12 @@ def per_sample_advantages(args, inputs):
 def on_another_device(args, inputs):
     a = inputs.rewards[inputs.index].to("meta")
     return a, a
+
+
+def breaks_later_tis(*, pg_loss, loss_masks, **more):
+    weighted = 0.5 * pg_loss
+    weighted.register_hook(lambda gradient: 1 / 0)
+    return weighted, loss_masks, {}
 
 
 def detached_tis(*, pg_loss, loss_masks, **more):

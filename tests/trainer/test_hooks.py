@@ -19,6 +19,8 @@ from actors.trainer.backend import BatchRefused, StepBatch
 from actors.trainer.hooks import install, probe, synthetic_samples
 from actors.trainer.objective import ObjectiveConfig, check, policy_loss, prepare_batch
 from actors.trainer.objective.custom import HOOKS
+from actors.trainer.objective.loss import token_terms
+from actors.trainer.objective.reductions import reduce_sum
 from actors.trainer.objective_config import SIGNATURES, HookError
 from actors.trainer.torch_backend import TorchBackend
 from tests.declared import objective_of
@@ -187,6 +189,37 @@ def test_a_loss_that_cannot_be_gone_back_through_at_work_is_named(
     with pytest.raises(BatchRefused, match=f"custom_loss_function_path.*{said}"):
         backend.train_step(make_batch(1))
     assert backend.weights_hash() == before and said in backend.refuses(make_batch(1))
+
+
+def test_weights_that_cannot_be_gone_back_through_at_work_are_named(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make_backend(objective={"correction": "tis", TIS: HERE + "halved"})
+    before = backend.weights_hash()
+    monkeypatch.setitem(HOOKS, HERE + "halved", hook_samples.breaks_later_tis)
+    with pytest.raises(BatchRefused, match=r"custom_tis_function_path.*its gradient raised ZeroDivisionError"):
+        backend.train_step(make_batch(1))
+    assert backend.weights_hash() == before and "its gradient raised Zero" in backend.refuses(make_batch(1))
+
+
+def test_weights_of_the_users_give_the_gradient_that_autograd_finds() -> None:
+    """Of a correction that is no plain factor, and of two functions of the user's, one after the other."""
+    cfg = config(TIS, "squared_tis")
+    install(cfg)
+    value, grad, _ = loss_of(cfg)
+    prepared = prepare_batch(cfg, synthetic_samples(), current_version=0)
+    new = prepared.fields["old_logp"].clone().requires_grad_()
+    mb = prepared.micro_batch(range(6), new)
+    norm = prepared.norm()
+    plain = token_terms(objective_of(proximal="current", correction="none"), mb, norm).loss
+    expected = reduce_sum(plain.square(), mb.mask, mb.weights) * norm.scale / norm.divisor
+    expected.backward()
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(grad, new.grad)
+    assert grad.any()
+    install(two := config(TIS, "squared_tis", **{REDUCER: HERE + "dr_grpo"}))
+    both = loss_of(two)[1]
+    assert both.any() and not both[~mb.mask].any()
 
 
 def test_what_a_loss_changes_stays_its_own(

@@ -51,6 +51,28 @@ class _Contents(pickle.Unpickler):
         raise Refused(f"asks for {module}.{name}, which no table of contents needs")
 
 
+class _Stand:
+    """Of an object of torch's, where torch is not loaded: the state that it was given."""
+
+    def __init__(self, *_: Any) -> None:
+        self.state: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state if isinstance(state, dict) else {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "state" or name not in self.state:
+            raise AttributeError(name)
+        return self.state[name]
+
+
+class _WithoutTorch(_Contents):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] in ("torch", "megatron") and name in _KNOWN.get(module, ()):
+            return _Stand
+        return super().find_class(module, name)
+
+
 def iteration(parent: str | Path, step: int | None = None) -> Path:
     """The folder of a checkpoint in `parent`: that of `step`, or the one that the tracker names; `parent` itself where it is such a
     folder. Raises Refused with what is there where the tracker is wrong."""
@@ -79,9 +101,18 @@ def iteration(parent: str | Path, step: int | None = None) -> Path:
 def contents(directory: Path) -> dict[str, Any]:
     """Key -> what the table of contents says of it (`size` for tensors). Raises Refused where it can't be trusted, or files that it
     names are missing or short."""
+    return _read(directory, _Contents)
+
+
+def check_whole(directory: Path) -> None:
+    """The same Refused, for who has not loaded torch: the table can be read, and the files that it names are there in full size."""
+    _read(directory, _WithoutTorch)
+
+
+def _read(directory: Path, reader: type[_Contents]) -> dict[str, Any]:
     path = directory / CONTENTS
     try:
-        table = _Contents(io.BytesIO(path.read_bytes())).load()
+        table = reader(io.BytesIO(path.read_bytes())).load()
         keys, places = table.state_dict_metadata, table.storage_data
     except Refused as err:
         raise Refused(f"{path} {err}; it isn't opened") from None

@@ -2,9 +2,9 @@
 
 A function is looked up in HOOKS, which `actors.trainer.hooks.install` fills before settings are checked. Always true: what
 leaves this file has the shapes that the rest of the objective relies on, and anything else is a HookError that names the
-setting; a function sees copies, and what it switches in torch is switched back. Of a loss, the gradient is taken here: what it is
-made of is the function's own, and fails under its name. Values lie on the device of the step. Signatures:
-`objective_config.SIGNATURES`; they follow reference section 3.
+setting; a function sees copies, and what it switches in torch is switched back. Of a loss, and of one that was weighed, the
+gradient is taken here: what it is made of is the function's own, and fails under its name. Values lie on the device of the step.
+Signatures: `objective_config.SIGNATURES`; they follow reference section 3.
 """
 
 from __future__ import annotations
@@ -135,22 +135,23 @@ def _total_lengths(mb: LossInputs) -> list[int]:
 def corrected(
     cfg: ObjectiveConfig, mb: LossInputs, loss: Tensor, old_logp: Tensor, rollout_logp: Tensor, known: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(loss with its weights [T], tokens that still count bool [T], metrics [T]). `known` [T]: tokens where both
-    log-probs are numbers; the others are given as 0 and masked."""
+    """(`loss` with its weights [T], for `reduced`; tokens that still count bool [T]; metrics [T]). `loss` is a leaf; `known` [T]:
+    tokens where both log-probs are numbers; the others are given as 0 and masked."""
     masks = known.to(loss.dtype)
-    result = _call(
-        TIS,
-        cfg,
-        args=cfg,
-        pg_loss=loss.clone(),
-        train_log_probs=_rows(keep(known, old_logp), mb),
-        rollout_log_probs=_rows(keep(known, rollout_logp), mb),
-        loss_masks=_rows(masks, mb),
-        total_lengths=_total_lengths(mb),
-        response_lengths=list(mb.lengths),
-        parallel_state=None,
-        max_seq_lens=None,
-    )
+    with torch.enable_grad():
+        result = _call(
+            TIS,
+            cfg,
+            args=cfg,
+            pg_loss=loss.clone(),
+            train_log_probs=_rows(keep(known, old_logp), mb),
+            rollout_log_probs=_rows(keep(known, rollout_logp), mb),
+            loss_masks=_rows(masks, mb),
+            total_lengths=_total_lengths(mb),
+            response_lengths=list(mb.lengths),
+            parallel_state=None,
+            max_seq_lens=None,
+        )
     weighted, kept, metrics = _pair(result, "(pg_loss, loss_masks, metrics)", 3, TIS, cfg)
     if not isinstance(kept, list | tuple) or len(kept) != len(mb.lengths):
         raise _wrong(TIS, cfg, f"loss_masks are not a list of {len(mb.lengths)} tensors")
@@ -160,7 +161,7 @@ def corrected(
     shape = (loss.numel(),)
     still = torch.cat([m != 0 for m in kept]) & known if kept else known
     weighted = _tensor(weighted, "pg_loss", shape, TIS, cfg, loss)
-    if loss.requires_grad and not weighted.requires_grad:
+    if not weighted.requires_grad:
         raise _wrong(TIS, cfg, NO_GRADIENT)
     return weighted, still, _metrics(metrics, shape, TIS, cfg)
 
@@ -186,6 +187,14 @@ def reducer(cfg: ObjectiveConfig, mb: LossInputs, mask: Tensor) -> Callable[[Ten
             return _done(_tensor(value, "the reduced loss", (), REDUCER, cfg), [(kept, leaf)], mask, REDUCER, cfg)
 
     return reduce
+
+
+def reduced(cfg: ObjectiveConfig, mb: LossInputs, mask: Tensor, x: Tensor, leaf_of: tuple[Tensor, Tensor] | None) -> Tensor:
+    """x [T] -> []; `leaf_of`: what x was made of where the user's function weighed it, and the leaf that stood for that."""
+    if leaf_of is None:
+        return reducer(cfg, mb, mask)(x)
+    with torch.enable_grad():
+        return _done(reducer(cfg, mb, mask)(x), [leaf_of], mask, TIS, cfg)
 
 
 def loss(cfg: ObjectiveConfig, mb: LossInputs, usable: Tensor, old_logp: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -43,6 +43,8 @@ class TokenTerms:
     accepted: Tensor
     """bool: usable and not rejected by the correction"""
     weights: Tensor | None = None
+    leaf_of: tuple[Tensor, Tensor] | None = None
+    """where the user's function weighed the loss: that before, and the leaf that `loss` was made of instead"""
     rows: Rows = field(default_factory=dict)
     raw_rows: Rows = field(default_factory=dict)
     sums: Rows = field(default_factory=dict)
@@ -122,10 +124,11 @@ def _correct(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm, t: TokenTerms) ->
 
 def _correct_by_hook(cfg: ObjectiveConfig, mb: LossInputs, t: TokenTerms, rollout: Tensor, known: Tensor) -> None:
     """The same by the user's function, which weighs the loss itself."""
-    loss, kept, rows = custom.corrected(cfg, mb, t.loss, t.old_logp, rollout, known)
+    leaf = t.loss.detach().clone().requires_grad_()
+    loss, kept, rows = custom.corrected(cfg, mb, leaf, t.old_logp, rollout, known)
     t.raw_rows |= rows
     if not cfg.report_only:
-        t.loss, t.accepted = loss, kept
+        t.loss, t.leaf_of, t.accepted = loss, (t.loss, leaf), kept
 
 
 def _loss_of_hook(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tensor, dict[str, Tensor]]:
@@ -159,7 +162,7 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
     if cfg.custom_loss_function_path:
         return _loss_of_hook(cfg, mb, norm)
     t = token_terms(cfg, mb, norm)
-    total = pg = custom.reducer(cfg, mb, t.accepted)(t.loss)
+    total = pg = custom.reduced(cfg, mb, t.accepted, t.loss, t.leaf_of)
     sums: dict[str, Tensor] = {"pg_loss": pg.detach()}
     if cfg.entropy_coef != 0:
         entropy = _given(mb.entropy, "entropy", f"entropy_coef={cfg.entropy_coef}")

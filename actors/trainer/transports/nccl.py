@@ -157,6 +157,6 @@ class NcclSender:
 def in_daemon(call: Callable[[], None]) -> asyncio.Future[None]:
     """A blocking call in a thread of its own that does not keep the process alive: one that hangs in a group whose peers
     are gone ends by its deadline, and nobody should wait for that at the end of a run."""
-    future = asyncio.wrap_future(called(call, ()))
+    future = called(call, ())
     future.add_done_callback(lambda f: f.cancelled() or f.exception())  # heard, also when nobody awaits it any more
     return future

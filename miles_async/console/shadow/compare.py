@@ -172,9 +172,7 @@ class Filter:
             self.left_out["left in parts"] += 1
             return []
         try:
-            reason = await asyncio.wait_for(
-                asyncio.wrap_future(called(self._judged, (unit.members,))), self._deadline_s
-            )
+            reason = await asyncio.wait_for(called(self._judged, (unit.members,)), self._deadline_s)
         except TimeoutError:
             late = f"filter {self._path} did not end within {self._deadline_s:g} s on group {unit.group}"
             raise ShadowEnds(f"{late}. Look for a loop or a wait in it.") from None
