@@ -37,7 +37,7 @@ class Patience:
         before, self._now = self._now, now
         kept = self._kept[finishes] = self._kept.get(finishes, 0.0) + now - before
         if kept < KEEPS.get(finishes, 0.0):
-            self._end = now + self._drain_s
+            self._end = now + LOOK_S + self._drain_s  # it may go on until the next look
             return False
         return now >= self._end
 

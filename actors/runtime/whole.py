@@ -99,7 +99,7 @@ def _run(hook: Any, args: tuple[Any, ...], waits: bool, loop: asyncio.AbstractEv
         found = hook(*args)
         if waits and inspect.isawaitable(found):
             found = asyncio.run(awaited(found))
-        answer = (found, None)
+        answer: tuple[Any, Exception | None] = (found, None)
     except BaseException as error:  # noqa: BLE001 - it is told where it is waited for
         answer = (None, as_exception(error))
     with suppress(RuntimeError):  # the loop is closed, after a Ctrl-C for example: nobody waits, and a traceback helps nobody

@@ -162,15 +162,15 @@ class Trainer:
             await self._lender.take()
             waited = context.clock.monotonic()
             facts = tasks.create_task(asyncio.to_thread(facts_of, batch.groups, step=self._version.step, bound=batch.bound))
-            with context.finishing(STEP_ENDS):
+            with context.finishing(STEP_ENDS):  # said on the bus too: until then it would be trained again
                 result = await self._step(batch, tasks)
-            if result is None:
-                continue
-            if result.skipped and not spec.replay_from:
-                await self._refused.skipped(batch.keys, self._version.step + 1)
-                continue
-            trained = context.clock.monotonic()
-            await self._done(batch, result, await facts, began=began, waited=waited, trained=trained)
+                trained = context.clock.monotonic()
+                if result is None:
+                    continue
+                if result.skipped and not spec.replay_from:
+                    await self._refused.skipped(batch.keys, self._version.step + 1)
+                    continue
+                await self._done(batch, result, await facts, began=began, waited=waited, trained=trained)
             if self._version.step == 1:
                 await tell(context, result.metrics, ends=spec.ci_test)
             if self._version.step % spec.update_weights_interval == 0 or self._version.step == spec.num_rollout:

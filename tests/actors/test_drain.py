@@ -28,10 +28,10 @@ def waited(patience: Patience, says: list[tuple[float, str]]) -> float:
     [
         ([(99, "")], 30.0),
         ([(99, "the engine to boot")], 30.0),
-        ([(50, CHECKPOINT), (99, "")], 80.0),  # what comes after it has the whole drain
-        ([(20, STEP_ENDS), (300, CHECKPOINT), (999, "")], 330.0),
-        ([(10_000, STEP_ENDS)], KEEPS[STEP_ENDS] + 29.0),
-        ([(100, STEP_ENDS), (10_000, CHECKPOINT)], 100 + KEEPS[CHECKPOINT] + 29.0),
+        ([(50, CHECKPOINT), (99, "")], 81.0),  # what comes after it has the whole drain, whenever after the last look it ended
+        ([(20, STEP_ENDS), (300, CHECKPOINT), (999, "")], 331.0),
+        ([(10_000, STEP_ENDS)], KEEPS[STEP_ENDS] + 30.0),
+        ([(100, STEP_ENDS), (10_000, CHECKPOINT)], 100 + KEEPS[CHECKPOINT] + 30.0),
     ],
 )
 def test_what_would_be_lost_is_waited_for_and_has_an_end(says: list[tuple[float, str]], over: float) -> None:
