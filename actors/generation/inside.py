@@ -116,12 +116,8 @@ def _checksums(model: Any) -> dict[str, str]:
 
     from actors.runtime.checksum import checksum
 
-    found = {}
-    for name, parameter in model.named_parameters():
-        total = checksum()
-        total.update(parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
-        found[name] = total.hexdigest()
-    return found
+    flat = ((name, p.detach().contiguous().reshape(-1).view(torch.uint8)) for name, p in model.named_parameters())
+    return {name: checksum(weight.cpu().numpy()).hexdigest() for name, weight in flat}
 
 
 def _receive(order: Order, model: Any, runner: Any, counted: Answer) -> Answer:

@@ -82,24 +82,11 @@ def check_parcel(parcel: Parcel) -> None:
 
 def _describe(path: Path, piece: int) -> ParcelFile:
     digests, size = [], 0
-    with path.open("rb", buffering=0) as file:
-        while data := _read_up_to(file, piece):
+    with path.open("rb") as file:
+        while data := file.read(piece):
             size += len(data)
-            digests.append(_digest(data))
+            digests.append(checksum(data).digest())
     return ParcelFile(path.name, size, b"".join(digests))
-
-
-def _read_up_to(file: IO[bytes], size: int) -> bytes:
-    data = file.read(size)
-    while data and len(data) < size and (more := file.read(size - len(data))):
-        data += more
-    return data
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    total = checksum()
-    total.update(data)
-    return total.digest()
 
 
 class Fetch:
@@ -187,7 +174,7 @@ class Fetch:
         for folder in self._earlier:
             with contextlib.suppress(OSError):  # it may be taken away meanwhile
                 was = folder / file.name
-                if was.stat().st_size == file.n_bytes and _digest(was.read_bytes()) == file.pieces:
+                if was.stat().st_size == file.n_bytes and checksum(was.read_bytes()).digest() == file.pieces:
                     whole.hardlink_to(was)
                     part.unlink(missing_ok=True)  # a killed writer's; sources would wait for its rest
                     return True
@@ -239,7 +226,7 @@ class Fetch:
                 index = have // self._parcel.piece_bytes
                 piece = buffer[: min(self._parcel.piece_bytes, file.n_bytes - have)]
                 _read_all(answer, piece)
-                if _digest(piece) != file.pieces[index * DIGEST : (index + 1) * DIGEST]:
+                if checksum(piece).digest() != file.pieces[index * DIGEST : (index + 1) * DIGEST]:
                     raise _Refused(f"piece {index} of {file.name} is damaged")
                 yield piece
                 have += len(piece)
