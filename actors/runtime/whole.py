@@ -79,22 +79,24 @@ def fitting(hook: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[: sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in given)]
 
 
-def called(hook: Any, args: tuple[Any, ...]) -> Future[Any]:
-    """What it will return or raise, from a thread that keeps no process alive."""
+def called(hook: Any, args: tuple[Any, ...], *, waits: bool = True) -> Future[Any]:
+    """What it will return or raise, from a thread that keeps no process alive. Unless that `waits`, an awaitable is returned as it
+    is."""
     done: Future[Any] = Future()
-    threading.Thread(target=_run, args=(hook, args, done), daemon=True).start()
+    threading.Thread(target=_run, args=(hook, args, done, waits), daemon=True).start()
     return done
 
 
-async def in_thread(hook: Any, *args: Any) -> Any:
-    """What a plain function of the user's returns, from a thread of its own: in a pool, those that hang would leave none for
-    others."""
-    done: Future[Any] = Future()
-    threading.Thread(target=_run, args=(hook, args, done, False), daemon=True).start()
-    return await asyncio.wrap_future(done)
+async def off_loop(hook: Any, *args: Any) -> Any:
+    """What a function of the user's gives. Of a plain one, from a thread of its own: it may hold up whatever it runs in, and in a
+    pool those that hang would leave none for others. What is to be awaited is, here."""
+    if inspect.iscoroutinefunction(hook):
+        return await hook(*args)
+    value = await asyncio.wrap_future(called(hook, args, waits=False))
+    return await value if inspect.isawaitable(value) else value
 
 
-def _run(hook: Any, args: tuple[Any, ...], done: Future[Any], waits: bool = True) -> None:
+def _run(hook: Any, args: tuple[Any, ...], done: Future[Any], waits: bool) -> None:
     try:
         found = hook(*args)
         if waits and inspect.isawaitable(found):

@@ -15,7 +15,7 @@ import pytest
 from actors.runtime.contained import HookRaised, contained
 from actors.runtime.hooks import load_hook
 from actors.runtime.run import EXIT_CRASHED, Refused
-from actors.runtime.whole import in_thread
+from actors.runtime.whole import off_loop
 from tests.actors.house import open_bus
 from tests.declared import actor_of
 from tests.floors.tree import ROOT
@@ -72,7 +72,7 @@ async def test_a_thread_tells_whatever_its_function_raised(error: BaseException)
         raise error
 
     with pytest.raises(HookRaised, match=type(error).__name__):
-        await asyncio.wait_for(in_thread(hook), 10)
+        await asyncio.wait_for(off_loop(hook), 10)
 
 
 def test_a_module_that_ends_while_it_is_loaded_is_refused(tmp_path: Path) -> None:
