@@ -91,7 +91,7 @@ class Evaluator:
         self._last_step = issued.step
         if not await is_under_way(bus, issued):
             self._over_at = issued.version
-        elif issued.sets not in (0, self._sets.digest):
+        elif issued.sets != self._sets.digest:
             self._given_up, self._over_at = issued.step, issued.version
             text = f"that of step {issued.step} was under way with other data sets or settings: it is given up, the next one counts"
             await context.event("evaluation", text, level="warning", step=issued.step)
