@@ -159,7 +159,7 @@ class Fetch:
         whole, part = self._folder / file.name, self._folder / f"{file.name}.part"
         if whole.exists() or self._had(file, whole, part):
             return
-        with part.open("ab", buffering=0) as out:
+        with part.open("ab") as out:
             size = min(out.tell(), file.n_bytes)
             if size < file.n_bytes:
                 size -= size % self._parcel.piece_bytes  # a killed writer's last piece may be cut
@@ -187,7 +187,8 @@ class Fetch:
             for source in list(self._sources):
                 try:
                     for piece in self._pieces(source, file, have):
-                        _write_all(out, piece)
+                        out.write(piece)
+                        out.flush()  # whoever fetches from us reads it there
                         have += len(piece)
                         self._came(len(piece))
                         until = time.monotonic() + self._deadline_s
@@ -255,9 +256,3 @@ def _read_all(answer: http.client.HTTPResponse, into: memoryview) -> None:
         if not n:
             raise _Refused("it broke off")
         got += n
-
-
-def _write_all(out: IO[bytes], piece: memoryview) -> None:
-    done = 0
-    while done < len(piece):
-        done += out.write(piece[done:])

@@ -17,17 +17,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES as SIGHTED
-from actors.runtime.vision import PROCESSOR, family_of
+from actors.runtime.vision import family_of
 from actors.trainer.torch_backend import attention, experts, fp8
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.layout import MicroBatch
+from actors.trainer.training.export import TOKENIZER_FILES
 
 log = logging.getLogger(__name__)
 FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES, *SIGHTED)
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", PROCESSOR),
-)
 RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
 DTYPES = {
     "float32": torch.float32,
