@@ -26,12 +26,6 @@ from actors.trainer.training.export import TOKENIZER_FILES
 log = logging.getLogger(__name__)
 FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES, *SIGHTED)
 RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
 
 
 class Policy(nn.Module):
@@ -161,15 +155,6 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Type the model computes in; auto: bfloat16 on a GPU, float32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise Refused(f"dtype={name!r} is unknown. Choose one of auto, {', '.join(DTYPES)}.")
-    return DTYPES[name]
 
 
 def export_files(
