@@ -103,7 +103,7 @@ async def test_a_measurement_is_named_after_the_version_that_made_most_of_it(
         spans: list[tuple[VersionSpan, ...]] = [(old,), (old, new), (old, new), (new,)]
         await put(bus, EVAL_SCORED, *(answer(t, 1.0, *s) for t, s in zip(tasks, spans, strict=True)))
         [done] = await results(bus)
-        assert (done.version, done.step, done.asked_step, done.versions) == (2, 1, 0, {1: 6, 2: 9})
+        assert (done.version, done.step, done.asked, done.versions) == (2, 1, 0, {1: 6, 2: 9})
         assert done.metrics["eval/held"] == 1.0 and done.metrics["eval/held/version_share"] == 0.6 and not done.error
         assert not await is_evaluating(bus)
         assert (await shown(bus))[0] == (
