@@ -53,13 +53,15 @@ def gradients(model: Path, rollouts: list[Any], asked: dict[str, list[int]]) -> 
 
 
 def _policy(model: Path, dtype: str, matched: bool, *, trainable: bool = False) -> tuple[Any, Any]:
+    import torch
+
     from actors.trainer.torch_backend.core import narrow
     from actors.trainer.torch_backend.matched import FORMULAS, MatchedPolicy
-    from actors.trainer.torch_backend.model import load_policy, resolve_device, resolve_dtype
+    from actors.trainer.torch_backend.model import load_policy, resolve_device
 
     device = resolve_device("auto")
     policy = load_policy(str(model), trainable=trainable).to(device)
-    narrow(policy, resolve_dtype(dtype, device))
+    narrow(policy, torch.bfloat16 if dtype == "auto" and device.type == "cuda" else torch.float32)
     if matched:
         policy = MatchedPolicy(policy.hf, None if device.type == "cuda" else FORMULAS)
     return policy, device

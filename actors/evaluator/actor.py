@@ -95,7 +95,7 @@ class Evaluator:
         self._given_up = tuple(map(int, (await bus.state(GIVEN_UP)).split()))
         if not await is_under_way(bus, issued):
             self._over_at = issued.version
-        elif issued.sets not in (0, self._sets.digest):
+        elif issued.sets != self._sets.digest:
             self._over_at = issued.version
             if issued.step not in self._given_up:
                 self._given_up = (*self._given_up, issued.step)[-MOST_GIVEN_UP:]

@@ -10,11 +10,9 @@ import msgspec
 
 from actors.evaluator.estimates import at_k, interval
 from actors.runtime.content import LARGEST_REWARD
-from actors.runtime.snapshot import readable
 from bus import Bus
 from bus.messages.control import EvalDone
 from bus.messages.samples import RolloutLost, Scored
-from bus.topology import EVAL_RESULTS
 
 NOT_FINITE = "reward_not_finite"
 DONE = "eval.done"
@@ -23,7 +21,7 @@ DONE = "eval.done"
 
 class Issued(msgspec.Struct, frozen=True):
     """Durable state: the evaluation issued last, and how many of its samples are on the bus. `sets`: digest of the data sets and of
-    how they are measured; 0 = an older process did not tell."""
+    how they are measured."""
 
     step: int = -1
     version: int = 0
@@ -32,21 +30,20 @@ class Issued(msgspec.Struct, frozen=True):
 
     def text(self) -> str:
         """Form in the run's state; its last part is the offset."""
-        return ":".join(map(str, (self.step, self.version, *([self.sets] if self.sets else []), self.offset)))
+        return ":".join(map(str, (self.step, self.version, self.sets, self.offset)))
 
     @staticmethod
     def parse(text: str) -> Issued:
         """Inverse of text(); the empty text means that nothing was issued yet."""
-        step, version, *sets, offset = map(int, text.split(":")) if text else (-1, 0, 0)
-        return Issued(step, version, offset, *sets)
+        if not text:
+            return Issued()
+        step, version, sets, offset = map(int, text.split(":"))
+        return Issued(step, version, offset, sets)
 
 
 async def is_under_way(bus: Bus, issued: Issued) -> bool:
     """Whether samples of the evaluation that was issued last are still to come: its results come in one commit."""
-    if over := await bus.state(DONE):
-        return issued.version > int(over)
-    found = [await readable(bus, entry) for entry in await bus.last(EVAL_RESULTS)]  # an older process did not tell
-    return issued.step > max((done.asked_step for done in found if isinstance(done, EvalDone)), default=-1)
+    return issued != Issued() and issued.version > int(await bus.state(DONE) or -1)
 
 
 def due(*, active_step: int, last_step: int, interval: int, before_train: bool, final: bool) -> bool:

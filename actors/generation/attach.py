@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from actors.generation.engine import BootRefused
 from actors.runtime.fp8 import read_scheme
+from actors.runtime.vision import config_of
 
 # What makes two models one shape. A weight update between different ones would fail half-way, or worse, not fail.
 SHAPE_KEYS = (
@@ -62,11 +61,10 @@ def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path
         found = replace(found, sight=SIGHT.format(url=url))
     if not model_path:
         return found
-    ours = _config(Path(model_path))
-    if ours is None:
+    ours, theirs = config_of(model_path), config_of(served_path)
+    if not ours:
         return found
-    theirs = _config(Path(served_path))
-    if theirs is None:
+    if not theirs:
         return replace(found, note=f"{served_path} is not readable here, its shape was not compared")
     for key in SHAPE_KEYS:
         mine, its = ours.get(key), theirs.get(key)
@@ -102,11 +100,3 @@ def _quantization(config: Mapping[str, Any]) -> str:
     except ValueError:
         return str(config["quantization_config"])[:120]
     return "plain" if scheme is None else f"FP8 ({scheme.block[0]} x {scheme.block[1]} blocks)"
-
-
-def _config(directory: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -67,22 +67,21 @@ def _answer(folder: Path, order: Order, model: Any) -> None:
     frame = sys._getframe()
     scheduler = _owner(frame, "running_batch", "waiting_queue")
     rank = int(getattr(scheduler, "tp_rank", 0))
-    if order.what == "checksum":
-        try:
-            answer = Answer(number=order.number, checksums=_checksums(model))
-        except Exception as error:  # noqa: BLE001 - whatever it was, SGLang must not end
-            answer = Answer(number=order.number, unknown=f"{type(error).__name__}: {error}"[:500])
-        _write(_answer_file(folder, rank), answer)
-        return
-    if order.what == "draw":
-        answer = _draw(order, _owner(frame, "sampler", "server_args"))
-    elif order.what == "count":
+    if order.what == "count":
         answer = _count(order, scheduler)
-    else:
+    elif order.what == "receive":
         counted = _count(order, scheduler) if order.counts else Answer(number=order.number)
         answer = counted if counted.unknown else _receive(order, model, _owner(frame, "_model_update_group"), counted)
-    if rank == 0:
-        _write(_answer_file(folder), answer)
+    else:
+        try:
+            if order.what == "draw":
+                answer = Answer(number=order.number, unknown=_draw(_owner(frame, "sampler", "server_args")))
+            else:
+                answer = Answer(number=order.number, checksums=_checksums(model))
+        except Exception as error:  # noqa: BLE001 - whatever it was, SGLang must not end: it goes on with its own sampler
+            answer = Answer(number=order.number, unknown=f"{type(error).__name__}: {error}"[:500])
+    if rank == 0 or order.what == "checksum":
+        _write(_answer_file(folder, rank), answer)
     elif answer.failed:
         raise RuntimeError(answer.failed)  # the answer of the first rank does not know; this ends the engine
 
@@ -101,14 +100,11 @@ def _count(order: Order, scheduler: Any) -> Answer:
     return Answer(number=order.number, counts=counts)
 
 
-def _draw(order: Order, runner: Any) -> Answer:
-    try:
-        from actors.generation.sampling import install
+def _draw(runner: Any) -> str:
+    """Why not; empty when it is done."""
+    from actors.generation.sampling import install
 
-        why = "SGLang's sampler was not found" if runner is None else install(runner)
-        return Answer(number=order.number, unknown=why)
-    except Exception as error:  # noqa: BLE001 - whatever it was, SGLang goes on with its own
-        return Answer(number=order.number, unknown=f"{type(error).__name__}: {error}"[:500])
+    return "SGLang's sampler was not found" if runner is None else install(runner)
 
 
 def _checksums(model: Any) -> dict[str, str]:
@@ -116,12 +112,8 @@ def _checksums(model: Any) -> dict[str, str]:
 
     from actors.runtime.checksum import checksum
 
-    found = {}
-    for name, parameter in model.named_parameters():
-        total = checksum()
-        total.update(parameter.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
-        found[name] = total.hexdigest()
-    return found
+    flat = ((name, p.detach().contiguous().reshape(-1).view(torch.uint8)) for name, p in model.named_parameters())
+    return {name: checksum(weight.cpu().numpy()).hexdigest() for name, weight in flat}
 
 
 def _receive(order: Order, model: Any, runner: Any, counted: Answer) -> Answer:

@@ -54,9 +54,9 @@ class Calls:
             self.raise_status(status, text, path)
         return text
 
-    async def get(self, path: str) -> dict[str, Any]:
+    async def json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object of a good answer."""
-        text = await self.ok("GET", path)
+        text = await self.ok(method, path, body)
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
         except UNREADABLE as error:

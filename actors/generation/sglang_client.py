@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
-
 from actors.generation.boundary import Boundaries
 from actors.generation.engine import (
     AnswerBroken,
@@ -361,8 +359,7 @@ class SGLangClient:
         """The engine's own checksum of each of its tensors, by its names; equal weights give equal ones."""
         if (found := await self._inside.checksums()) is not None:
             return found
-        text = await self._calls.ok("POST", "/weights_checker", {"action": "checksum"})
-        ranks = msgspec.json.decode(text, type=dict[str, Any]).get("ranks") or []
+        ranks = (await self._calls.json("POST", "/weights_checker", {"action": "checksum"})).get("ranks") or []
         return {f"{i}/{name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
     async def set_version(self, version: str) -> None:
@@ -372,7 +369,7 @@ class SGLangClient:
     async def health(self) -> EngineHealth:
         """Never waits for a sample to end."""
         await self._calls.ok("GET", "/health")
-        model = await self._calls.get("/model_info")
+        model = await self._calls.json("GET", "/model_info")
         return EngineHealth(weight_version=str(model["weight_version"]), model_path=str(model["model_path"]))
 
     async def load(self) -> EngineLoad:
@@ -382,7 +379,7 @@ class SGLangClient:
 
     async def info(self) -> Mapping[str, Any]:
         """The engine's own description of itself (server arguments, state); keys differ between engines."""
-        info = await self._calls.get("/server_info")
+        info = await self._calls.json("GET", "/server_info")
         self._runs_our_loader = LOADER in (info.get("custom_weight_loader") or ())
         self._inside.hear(info)
         self.counts_when_receiving = self._inside.able

@@ -11,23 +11,20 @@ import json
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
-
-import aiohttp
-import msgspec
 
 from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.boot_record import BootRecord, open_record
 from actors.generation.early_kernels import EarlyKernels
-from actors.generation.engine import BootRefused, EngineUnavailable
+from actors.generation.engine import BootRefused, EngineUnavailable, RequestRefused
 from actors.generation.inside import VARIABLE
 from actors.generation.sglang_args import default_command
-from actors.generation.sglang_calls import bearer
+from actors.generation.sglang_calls import Calls
 from actors.generation.spec import GenerationSpec, sglang_env, sglang_flags
 from actors.runtime.child import Child, command_line, flag_name, free_port
-from bus.errors import UNREADABLE, MilesAsyncError
+from bus.errors import MilesAsyncError
 from bus.private import write_secret
 
 Report = Callable[[str, str, Literal["info", "warning"]], Awaitable[None]]
@@ -150,7 +147,7 @@ class SGLangServer:
             outcome = classify(record.log_text(), exit_code=None, timed_out=True)
         except _NotOurs as error:
             outcome = Failure("port", str(error))
-        except EngineUnavailable as error:
+        except (EngineUnavailable, RequestRefused) as error:
             outcome = Failure("unknown", str(error))
         seconds = round(asyncio.get_running_loop().time() - began, 2)
         if isinstance(outcome, Failure):
@@ -166,19 +163,21 @@ class SGLangServer:
 
     async def _until_ready(self, url: str, label: str, record: BootRecord) -> None:
         """Waits for /health, then for the label we gave, then for a token of each kind. The server is then as after a warm-up."""
-        patience = aiohttp.ClientTimeout(total=PROBE_S)
-        async with aiohttp.ClientSession(timeout=patience, headers=bearer(self._token)) as http:
-            while not await _healthy(http, f"{url}/health"):  # noqa: ASYNC110 - another process, no event to wait for
+        async with AsyncExitStack() as open_calls:
+            # The boot's own deadline comes before that of the patient ones.
+            calls, patient = (Calls(url, deadline_s=s, token=self._token) for s in (PROBE_S, self._spec.boot_deadline_s))
+            for each in (calls, patient):
+                open_calls.push_async_callback(each.close)
+            while not await _healthy(calls):  # noqa: ASYNC110 - another process, no event to wait for
                 await asyncio.sleep(POLL_S)
-            model = await _json(http, "GET", f"{url}/model_info")
+            model = await calls.json("GET", "/model_info")
             if model.get("weight_version") != label:
                 raise _NotOurs(f"another server has the port: {url} states weight version {model.get('weight_version')!r}")
-            answer = await _json(http, "POST", f"{url}/generate", _one_token(GREEDY))
+            answer = await calls.json("POST", "/generate", _one_token(GREEDY))
             meta = answer.get("meta_info") or {}
             if meta.get("completion_tokens") != 1 or meta.get("weight_version") != label:
                 raise EngineUnavailable(f"the first token of {url} is not as asked: {str(meta)[:200]}")
-            patient = aiohttp.ClientTimeout(total=None)  # the boot's deadline holds
-            tokens = asyncio.gather(*(_json(http, "POST", f"{url}/generate", _one_token(w), patient) for w in SAMPLED))
+            tokens = asyncio.gather(*(patient.json("POST", "/generate", _one_token(way)) for way in SAMPLED))
             try:
                 if not (await asyncio.wait((tokens,), timeout=self._compiling_s))[0]:
                     await self._report(COMPILING, f"{COMPILES} (boot folder: {record.folder})", "info")
@@ -186,9 +185,8 @@ class SGLangServer:
             finally:
                 tokens.cancel()  # the boot may be over first
             # Objects that are alive now stay: Python's collector need not scan them again and again while requests run.
-            with suppress(aiohttp.ClientError, TimeoutError, OSError):
-                async with http.post(f"{url}/freeze_gc") as response:
-                    await response.read()
+            with suppress(EngineUnavailable):
+                await calls.call("POST", "/freeze_gc")
 
     def _visible(self) -> dict[str, str]:
         """GPU ids are positions in what this process may see. Its own come first: an engine takes as many as it has ranks."""
@@ -211,27 +209,13 @@ class _NotOurs(EngineUnavailable):
     """Somebody else's server answers on the port."""
 
 
-def _one_token(sampling: Mapping[str, float]) -> dict[str, object]:
+def _one_token(sampling: Mapping[str, float]) -> dict[str, Any]:
     params = {"max_new_tokens": 1, "ignore_eos": True, **sampling}
     return {"input_ids": [PROBE_TOKEN], "sampling_params": params, "return_logprob": True}
 
 
-async def _healthy(http: aiohttp.ClientSession, url: str) -> bool:
+async def _healthy(calls: Calls) -> bool:
     try:
-        async with http.get(url) as response:
-            return response.status == 200
-    except (aiohttp.ClientError, TimeoutError, OSError):
+        return (await calls.call("GET", "/health"))[0] == 200
+    except EngineUnavailable:
         return False
-
-
-async def _json(
-    http: aiohttp.ClientSession, method: str, url: str, body: object = None, timeout: aiohttp.ClientTimeout | None = None
-) -> dict[str, Any]:
-    try:
-        async with http.request(method, url, json=body, timeout=timeout or http.timeout) as response:
-            text = await response.text()
-            if response.status != 200:
-                raise EngineUnavailable(f"{url} answered HTTP {response.status}: {text[:200]}")
-            return msgspec.json.decode(text, type=dict[str, Any])
-    except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as error:
-        raise EngineUnavailable(f"{url} failed: {type(error).__name__} {error}".strip()) from None

@@ -9,9 +9,8 @@ import xxhash
 PIECE = 1 << 24
 
 
-def checksum() -> xxhash.xxh3_128:
-    """An empty one: `update` with bytes, then `hexdigest`."""
-    return xxhash.xxh3_128()
+checksum = xxhash.xxh3_128
+"""Of bytes, or an empty one to `update` with them: `digest`, `hexdigest`."""
 
 
 def checksum_of(*paths: Path) -> str:

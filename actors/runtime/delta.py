@@ -73,9 +73,7 @@ def apply_delta(base: Path, folder: Path, parcel: Parcel, delta: Parcel) -> None
                     piece = _xor(old.read(size), codec.decompress(packed, size))
                 except (ValueError, OSError, pa.ArrowException) as error:
                     raise Damaged(f"{name}{XOR} does not fit: {error}") from error
-                total = checksum()
-                total.update(piece)
-                if total.digest() != file.pieces[index * DIGEST : (index + 1) * DIGEST]:
+                if checksum(piece).digest() != file.pieces[index * DIGEST : (index + 1) * DIGEST]:
                     raise Damaged(f"piece {index} of {name}, put together, is not that of the version")
                 out.write(piece)
                 index += 1

@@ -82,24 +82,11 @@ def check_parcel(parcel: Parcel) -> None:
 
 def _describe(path: Path, piece: int) -> ParcelFile:
     digests, size = [], 0
-    with path.open("rb", buffering=0) as file:
-        while data := _read_up_to(file, piece):
+    with path.open("rb") as file:
+        while data := file.read(piece):
             size += len(data)
-            digests.append(_digest(data))
+            digests.append(checksum(data).digest())
     return ParcelFile(path.name, size, b"".join(digests))
-
-
-def _read_up_to(file: IO[bytes], size: int) -> bytes:
-    data = file.read(size)
-    while data and len(data) < size and (more := file.read(size - len(data))):
-        data += more
-    return data
-
-
-def _digest(data: bytes | memoryview) -> bytes:
-    total = checksum()
-    total.update(data)
-    return total.digest()
 
 
 class Fetch:
@@ -172,7 +159,7 @@ class Fetch:
         whole, part = self._folder / file.name, self._folder / f"{file.name}.part"
         if whole.exists() or self._had(file, whole, part):
             return
-        with part.open("ab", buffering=0) as out:
+        with part.open("ab") as out:
             size = min(out.tell(), file.n_bytes)
             if size < file.n_bytes:
                 size -= size % self._parcel.piece_bytes  # a killed writer's last piece may be cut
@@ -187,7 +174,7 @@ class Fetch:
         for folder in self._earlier:
             with contextlib.suppress(OSError):  # it may be taken away meanwhile
                 was = folder / file.name
-                if was.stat().st_size == file.n_bytes and _digest(was.read_bytes()) == file.pieces:
+                if was.stat().st_size == file.n_bytes and checksum(was.read_bytes()).digest() == file.pieces:
                     whole.hardlink_to(was)
                     part.unlink(missing_ok=True)  # a killed writer's; sources would wait for its rest
                     return True
@@ -200,7 +187,8 @@ class Fetch:
             for source in list(self._sources):
                 try:
                     for piece in self._pieces(source, file, have):
-                        _write_all(out, piece)
+                        out.write(piece)
+                        out.flush()  # whoever fetches from us reads it there
                         have += len(piece)
                         self._came(len(piece))
                         until = time.monotonic() + self._deadline_s
@@ -239,7 +227,7 @@ class Fetch:
                 index = have // self._parcel.piece_bytes
                 piece = buffer[: min(self._parcel.piece_bytes, file.n_bytes - have)]
                 _read_all(answer, piece)
-                if _digest(piece) != file.pieces[index * DIGEST : (index + 1) * DIGEST]:
+                if checksum(piece).digest() != file.pieces[index * DIGEST : (index + 1) * DIGEST]:
                     raise _Refused(f"piece {index} of {file.name} is damaged")
                 yield piece
                 have += len(piece)
@@ -268,9 +256,3 @@ def _read_all(answer: http.client.HTTPResponse, into: memoryview) -> None:
         if not n:
             raise _Refused("it broke off")
         got += n
-
-
-def _write_all(out: IO[bytes], piece: memoryview) -> None:
-    done = 0
-    while done < len(piece):
-        done += out.write(piece[done:])

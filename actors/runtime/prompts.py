@@ -18,7 +18,7 @@ from actors.runtime.rows import BadData, Placed, Source, image_key, read, source
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED
-from actors.runtime.vision import BadImage, Shown, Vision, place
+from actors.runtime.vision import BadImage, Shown, Vision, config_of, place
 from actors.runtime.whole import called
 from bus.messages.control import READING
 
@@ -272,11 +272,9 @@ def routed_shape(model_dir: str) -> RoutedShape | None:
 
 
 def _configured(model_dir: str, name: str) -> int:
-    try:
-        config = json.loads((Path(model_dir) / "config.json").read_bytes())
-        size = config.get(name) or config.get("text_config", {}).get(name) or 0
-    except (OSError, ValueError, AttributeError):
-        return 0
+    config = config_of(model_dir)
+    text = config.get("text_config")
+    size = config.get(name) or (text.get(name) if isinstance(text, dict) else 0)
     return size if isinstance(size, int) and size > 0 else 0
 
 

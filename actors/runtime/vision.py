@@ -10,7 +10,6 @@ import base64
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -131,7 +130,7 @@ class Vision:
     """What the model in a directory does with pictures. Raises Refused where Pillow or the processor's file is missing."""
 
     def __init__(self, directory: str) -> None:
-        config = _config(directory)
+        config = config_of(directory)
         try:
             import PIL.Image  # noqa: F401
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -235,12 +234,12 @@ def vision_of(directory: str) -> Vision | None:
 
 def family_of(directory: str) -> str:
     """The model's family where it reads pictures; else empty."""
-    found = str(_config(directory).get("model_type", ""))
+    found = str(config_of(directory).get("model_type", ""))
     return found if found in FAMILIES else ""
 
 
-@cache
-def _config(directory: str) -> dict[str, Any]:
+def config_of(directory: str) -> dict[str, Any]:
+    """config.json of a model's directory; empty where there is none that can be read."""
     try:
         found = json.loads((Path(directory) / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -81,17 +81,21 @@ def fitting(hook: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def called(hook: Any, args: tuple[Any, ...], *, waits: bool = True) -> asyncio.Future[Any]:
-    """What it will return or raise, from a thread that keeps no process alive. `waits`: what can be awaited is, in that thread."""
+    """What it will return or raise, from a thread that keeps no process alive. `waits`: what can be awaited is, in that thread;
+    else it is returned as it is."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     threading.Thread(target=_run, args=(hook, args, waits, loop, done), daemon=True).start()
     return done
 
 
-async def in_thread(hook: Any, *args: Any) -> Any:
-    """What a plain function of the user's returns, from a thread of its own: in a pool, those that hang would leave none for
-    others."""
-    return await called(hook, args, waits=False)
+async def off_loop(hook: Any, *args: Any) -> Any:
+    """What a function of the user's gives. Of a plain one, from a thread of its own: it may hold up whatever it runs in, and in a
+    pool those that hang would leave none for others. What is to be awaited is, here."""
+    if inspect.iscoroutinefunction(hook):
+        return await hook(*args)
+    value = await called(hook, args, waits=False)
+    return await value if inspect.isawaitable(value) else value
 
 
 def _run(hook: Any, args: tuple[Any, ...], waits: bool, loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]) -> None:

@@ -125,14 +125,14 @@ def booked(trained: Sequence[Trained]) -> dict[str, int]:
 def remaining(listed: Mapping[str, bytes], trained: Sequence[Trained]) -> dict[str, bytes]:
     """The run's open groups without what was trained. Of an entry that is trained in part, the rest, with the rewards of the
     others, so that it can be issued again alone."""
-    gone: dict[str, dict[int, float | None]] = {}  # key -> reward by index, None = not kept; empty = all of the entry
+    gone: dict[str, dict[int, float | None]] = {}  # key -> reward by index, None = not kept
     for t in trained:
         item = t.consumed
         rewards: tuple[float | None, ...] = item.rewards or (None,) * len(item.members)
         gone.setdefault(item.group_id, {}).update(zip(item.members, rewards, strict=True))
     left = {key: raw for key, raw in listed.items() if key not in gone}
     for key, members in gone.items():
-        if key not in listed or not members:
+        if key not in listed:
             continue
         opened = msgspec.msgpack.decode(listed[key], type=OpenGroup)
         rest = tuple(i for i in opened.indexes if i not in members)

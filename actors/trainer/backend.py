@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -41,7 +41,7 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):
     hf_checkpoint: str
     ref_load: str  # directory of the frozen reference; empty = hf_checkpoint
     published_as: str = ""  # directory whose config.json, quantisation included, weights are published under; empty = hf_checkpoint
-    model_dtype: str
+    model_dtype: Literal["float32", "bfloat16"]
     device: str = "auto"
     trainer_threads: int
     seed: int

@@ -84,7 +84,7 @@ class Intake:
             if entry.asides:
                 group = await fetched(bus, group)
             settled = inside_of(group, self._settled)
-            if settled is not None and settled.members and not settled.covers(group):
+            if settled is not None and not settled.covers(group):
                 # Some of its samples are inside a checkpoint, and it was not here when that was loaded.
                 if settled is self._settled.get(group.key):
                     del self._settled[group.key]
@@ -257,16 +257,15 @@ class Intake:
 
     async def inside_but_open(self) -> tuple[str, ...]:
         """Samples inside the checkpoint that the bus still lists as open: not acknowledged yet, or it forgot that."""
-        inside: dict[str, set[int] | None] = {}  # None = all of the entry
+        inside: dict[str, set[int]] = {}
         for item in [*self._settled.values(), *(t.consumed for t in self.uncommitted)]:
-            before = inside.get(item.group_id, set())
-            inside[item.group_id] = before | set(item.members) if item.members and before is not None else None
+            inside.setdefault(item.group_id, set()).update(item.members)
         listed = await self._context.bus.hash_of(self._context.bus.keys.open_groups) if inside else {}
         found: list[str] = []
         for key, members in inside.items():
             if key in listed:
                 opened = msgspec.msgpack.decode(listed[key], type=OpenGroup)
-                found += [f"{opened.group_id}/{i}" for i in opened.indexes if members is None or i in members]
+                found += [f"{opened.group_id}/{i}" for i in opened.indexes if i in members]
         return tuple(found)
 
     def still_open(self, listed: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -294,9 +293,7 @@ class Intake:
         inside = merged({}, consumed)
         here = {key: found for key, part in self.ready.items() if (found := inside_of(part.group, inside)) is not None}
         self._settle(item for key, item in inside.items() if here.get(key) is not item)
-        for key, item in here.items():
-            members = item.members or tuple(s.rollout.task.index for s in self.ready[key].group.samples)
-            self.trained([msgspec.structs.replace(item, members=members)], step)
+        self.trained(here.values(), step)
 
 
 def _is(group: GroupKept, opened: OpenGroup) -> bool:

@@ -154,10 +154,5 @@ class EvalDone(Message, frozen=True, kw_only=True, tag="eval.done"):
     asked: int | msgspec.UnsetType = msgspec.UNSET  # step of the version that it was issued for
     error: str | msgspec.UnsetType = msgspec.UNSET  # how many samples were lost, and why
 
-    @property
-    def asked_step(self) -> int:
-        """Step of the version that it was issued for."""
-        return self.step if self.asked is msgspec.UNSET else self.asked
-
     def header(self) -> Header:
         return Header(id=f"{self.name}@{self.step}", version=self.version)

@@ -17,7 +17,7 @@ from actors.runtime.contained import HookRaised, contained
 from actors.runtime.hooks import load_hook
 from actors.runtime.refusals import RunEnds
 from actors.runtime.run import EXIT_CRASHED, Refused
-from actors.runtime.whole import in_thread, in_time
+from actors.runtime.whole import in_time, off_loop
 from tests.actors.house import open_bus
 from tests.declared import actor_of
 from tests.floors.tree import ROOT
@@ -74,7 +74,7 @@ async def test_a_thread_tells_whatever_its_function_raised(error: BaseException)
         raise error
 
     with pytest.raises(HookRaised, match=type(error).__name__):
-        await asyncio.wait_for(in_thread(hook), 10)
+        await asyncio.wait_for(off_loop(hook), 10)
 
 
 @pytest.mark.parametrize("moment", ["before it is told", "behind the loop's end"])
@@ -93,7 +93,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_told_to_nobody(monkeypatch:
 
     async def cancelled() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, what: shown.append(what))
-        waiting = asyncio.create_task(in_thread(hook))
+        waiting = asyncio.create_task(off_loop(hook))
         await asyncio.to_thread(begun.wait, 20)
         if moment == "before it is told":
             go.set()

@@ -109,7 +109,7 @@ def test_evaluator_killed_at(points: tuple[str, ...], run_of: Launch, toy: Path)
     run = run_of(longer(evaluating(toy), points))
     killed(run, points)
     facts = judge(run)
-    asked = [result.asked_step for result in facts.results]  # most of its tokens may be of a later version
+    asked = [result.asked for result in facts.results]  # most of its tokens may be of a later version
     assert asked[-1] == facts.results[-1].step == run.steps, "the last version was not measured"
     assert len(asked) == len(set(asked)), "a version was measured twice"
     assert all(result.n_samples == 12 for result in facts.results)

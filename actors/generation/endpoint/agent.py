@@ -8,7 +8,6 @@ A plain function runs in a thread. An agent has no deadline while the model answ
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ import msgspec
 from actors.generation.endpoint.server import Endpoint, Episode
 from actors.generation.rollouts.session import Session, Task, Trajectory
 from actors.runtime.contained import contained
-from actors.runtime.whole import in_thread
+from actors.runtime.whole import off_loop
 from bus.errors import Poison
 
 
@@ -59,10 +58,7 @@ class AgentProgram:
     async def _call(self, task: Task, key: str) -> Any:
         url = self._endpoint.url
         with contained():
-            if inspect.iscoroutinefunction(self._run):
-                return await self._run(task, url, key)
-            value = await in_thread(self._run, task, url, key)
-            return await value if inspect.isawaitable(value) else value
+            return await off_loop(self._run, task, url, key)
 
     async def _watch(self, agent: asyncio.Future[Any], episode: Episode) -> None:
         """Until the agent ends; raises AgentHangs. Woken by its end, else when it could be late."""

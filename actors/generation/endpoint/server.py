@@ -25,7 +25,7 @@ from actors.generation.endpoint.toolloop import within
 from actors.generation.rollouts.session import Segment, Session, Task
 from actors.generation.rollouts.stops import Growing
 from actors.runtime.chat import BadChat, Chat
-from actors.runtime.whole import in_thread
+from actors.runtime.whole import off_loop
 from bus.errors import Poison
 from bus.messages.samples import Sampling
 
@@ -96,9 +96,9 @@ class Endpoint:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Every failure in the words that clients read."""
-        if self._called(request) is None:
-            return _error(401, "no episode has this key; it ended, or the key is another's", "invalid_api_key")
         episode = self._called(request)
+        if episode is None:
+            return _error(401, "no episode has this key; it ended, or the key is another's", "invalid_api_key")
         try:
             return await handler(request)
         except (BadRequest, BadMessages, BadChat) as error:
@@ -106,8 +106,7 @@ class Endpoint:
         except Poison as error:
             text, code = f"the engine can never serve this: {error}", "context_length_exceeded"
         self._count("calls_refused")
-        if episode is not None:
-            episode.refused = text
+        episode.refused = text
         return _error(400, text, code)
 
     def _called(self, request: web.Request) -> Episode | None:
@@ -134,7 +133,7 @@ class Endpoint:
     async def _answered(self, http: web.Request, episode: Episode, raw: bytes) -> web.StreamResponse:
         task = episode.task
         aside = len(raw) > INLINE_BYTES
-        body, place = await in_thread(_placed, episode, raw) if aside else _placed(episode, raw)
+        body, place = await off_loop(_placed, episode, raw) if aside else _placed(episode, raw)
         if episode.session.left <= 0:
             return _spent(episode, f"the episode has used up its {task.sampling.max_new_tokens} tokens")
         if 0 < self._context <= len(place.tokens):

@@ -43,8 +43,16 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
         return hook
 
     async def program(task: Task, session: Session) -> list[Trajectory]:
-        sample, asked = MilesSample.of(task, task.prompt), _Asked(session, decode)
-        args = SimpleNamespace(**{**values(), "post": asked.post, "tell": session.tell})
+        sample, turns = MilesSample.of(task, task.prompt), list[Said]()
+
+        async def post(url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+            """One call of the engine, as SGLang's /generate is called and answers."""
+            asked = list(payload["input_ids"])
+            turn = await session.generate(asked, sampling_of(session.task, payload))
+            turns.append(Said(asked, turn))
+            return answer_of(turn, decode)
+
+        args = SimpleNamespace(**{**values(), "post": post, "tell": session.tell})
         params = {
             "temperature": task.sampling.temperature,
             "top_p": task.sampling.top_p,
@@ -63,7 +71,7 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
         samples = found if isinstance(found, list) else [found]
         if strange := [one for one in samples if not hasattr(one, "status")]:
             raise Poison(f"{task.sample_id}: the function returned {strange[0]!r:.60}, not its sample or a list of samples")
-        return [asked.trajectory(one, task) for one in samples if one.status not in (Status.ABORTED, "aborted")]
+        return [trajectory_of(one, task, turns) for one in samples if one.status not in (Status.ABORTED, "aborted")]
 
     program.resumable = getattr(hook, "resumable", True)  # type: ignore[attr-defined]
     return program
@@ -75,26 +83,6 @@ class Said(NamedTuple):
     asked: list[int]
     turn: Segment
     owner: Any = None
-
-
-class _Asked:
-    """What one episode asked the engine, and what became of it."""
-
-    def __init__(self, session: Session, decode: Decode) -> None:
-        self._session = session
-        self._decode = decode
-        self._turns: list[Said] = []
-
-    async def post(self, url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-        """One call of the engine, as SGLang's /generate is called and answers."""
-        asked = list(payload["input_ids"])
-        turn = await self._session.generate(asked, sampling_of(self._session.task, payload))
-        self._turns.append(Said(asked, turn))
-        return answer_of(turn, self._decode)
-
-    def trajectory(self, sample: Any, task: Task) -> Trajectory:
-        """A filled sample with the turns that it is made of."""
-        return trajectory_of(sample, task, self._turns)
 
 
 def sampling_of(task: Task, payload: Mapping[str, Any]) -> Sampling:

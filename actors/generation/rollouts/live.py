@@ -7,7 +7,6 @@ reaches the program, that is saved too. So whoever goes on after a crash tells t
 from __future__ import annotations
 
 import asyncio
-import inspect
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.contained import contained
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.whole import in_thread
+from actors.runtime.whole import off_loop
 from bus import Entry
 from bus.errors import Poison
 from bus.messages.base import pack_ints
@@ -216,12 +215,7 @@ class Live:
         await self.save()
         fault_point(self._turns.worker, "before_tell")
         async with asyncio.timeout(deadline_s):
-            if inspect.iscoroutinefunction(call):
-                value = await call(*args)
-            else:
-                value = await in_thread(call, *args)
-                if inspect.isawaitable(value):
-                    value = await value
+            value = await off_loop(call, *args)
         answer = msgspec.msgpack.encode(value)
         if len(answer) > MOST_TOLD_BYTES:
             raise ValueError(f"{name} gave {len(answer):,} bytes, and a journal keeps at most {MOST_TOLD_BYTES:,} of an answer")

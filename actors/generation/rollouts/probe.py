@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from actors.generation.sample import Running, Turn
 from actors.generation.turns import Turns
 from actors.runtime.context import Context
 from actors.runtime.hooks import load_hook
-from actors.runtime.whole import in_thread, said
+from actors.runtime.whole import off_loop, said
 from bus import Entry
 from bus.clock import SystemClock
 from bus.messages.environments import EnvironmentAnswer, EnvironmentCall
@@ -57,8 +56,7 @@ class _Here:
         self._environment: Any = None
 
     async def ask(self, call: EnvironmentCall) -> EnvironmentAnswer:
-        value = await in_thread(self._said, call)  # as at work: in no loop, since a plain method may run one of its own
-        value = await value if inspect.isawaitable(value) else value
+        value = await off_loop(self._said, call)  # as at work: in no loop, since a plain method may run one of its own
         return EnvironmentAnswer(asked="", sample_id="", answer=msgspec.msgpack.encode(value))
 
     def _said(self, call: EnvironmentCall) -> Any:

@@ -28,14 +28,10 @@ from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.layout import Layout
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.torch_dist import RELEASE, TRACKER, check, iteration, plain
-from actors.trainer.training.export import bucketed
+from actors.trainer.training.export import TOKENIZER_FILES, bucketed
 
 SHARD_BYTES = 4 << 30
 TYPES = "hf_types.json"
-BESIDE = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
-)
 
 
 def hf_to_megatron(source: Path, target: Path, say: Callable[[str], None]) -> None:
@@ -144,7 +140,7 @@ def _empty(target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    for name in BESIDE:
+    for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 

@@ -44,7 +44,6 @@ ENGINE_FIELDS = ("use_precision_aware_optimizer", "apply_rope_fusion", "moe_grou
                  "fine_grained_activation_offloading", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion",
                  "fused_single_qkv_rope", "use_te_activation_func", "cpu_offloading")  # fmt: skip
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def own(config: BackendConfig) -> MegatronConfig:
@@ -149,7 +148,7 @@ class Model:
         self.architecture = arch = directory.read(self.source)
         layout = layout_of(own, torch.distributed.get_world_size())
         cuda = torch.cuda.is_available()
-        self.dtype = DTYPES[config.model_dtype]
+        self.dtype: torch.dtype = getattr(torch, config.model_dtype)
         torch.manual_seed(config.seed)
         if cuda:
             model_parallel_cuda_manual_seed(config.seed)

@@ -36,18 +36,19 @@ class AdvantageInputs:
     values: Tensor | None = None
 
 
-def _need(x: Tensor | None, name: str, why: str) -> Tensor:
+def needed(x: Tensor | None, name: str, why: str) -> Tensor:
+    """The tensor, where it was given. Raises MissingInputError."""
     if x is None:
         raise MissingInputError(f"{why} needs {name} and no sample has it. Compute it or change the setting.")
-    return x.to(torch.float64)
+    return x
 
 
 def reward_kl(cfg: ObjectiveConfig, x: AdvantageInputs) -> Tensor:
     """kl_coef * KL(old || ref) per token [T], 0 at masked tokens: tokens the policy did not emit are not charged."""
     if cfg.kl_coef == 0:
         return torch.zeros(x.mask.numel(), dtype=torch.float64, device=x.mask.device)
-    old = _need(x.old_logp, "old_logp", f"kl_coef={cfg.kl_coef}")
-    ref = _need(x.ref_logp, "ref_logp", f"kl_coef={cfg.kl_coef}")
+    old = needed(x.old_logp, "old_logp", f"kl_coef={cfg.kl_coef}").to(torch.float64)
+    ref = needed(x.ref_logp, "ref_logp", f"kl_coef={cfg.kl_coef}").to(torch.float64)
     return cfg.kl_coef * masked_kl(cfg.kl_loss_type, x.mask, old, ref)[0]
 
 
@@ -91,7 +92,7 @@ def reward_minus_kl(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, T
 def gae(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """PPO. Over trained tokens only, k = 0..K-1: delta_k = rho_k + gamma V_{k+1} - V_k, V_K = 0;
     A_k = delta_k + gamma lambda A_{k+1}; return_k = A_k + V_k; masked tokens 0. arXiv 1506.02438."""
-    values = _need(x.values, "values", "advantage_estimator=ppo")
+    values = needed(x.values, "values", "advantage_estimator=ppo").to(torch.float64)
     rho = _shaped_rewards(cfg, x)[x.mask]
     index, v = x.index[x.mask], values[x.mask]
     lengths = segment_sum(torch.ones_like(index), index, x.lengths.numel())
@@ -107,8 +108,8 @@ def gae(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 def distilled(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """On-policy distillation: A_t = teacher_t - student_t, the negative reverse-KL integrand; rewards are ignored. Reference A6."""
-    teacher = _need(x.teacher_logp, "teacher_logp", "advantage_estimator=on_policy_distillation")
-    student = _need(x.old_logp, "old_logp", "advantage_estimator=on_policy_distillation")
+    teacher = needed(x.teacher_logp, "teacher_logp", "advantage_estimator=on_policy_distillation").to(torch.float64)
+    student = needed(x.old_logp, "old_logp", "advantage_estimator=on_policy_distillation").to(torch.float64)
     a = keep(x.mask, teacher - student)
     return a, a.clone()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.trainer.objective import custom
 from actors.trainer.objective import mis as _mis  # noqa: F401  registers the MIS correction
-from actors.trainer.objective.advantages import MissingInputError
+from actors.trainer.objective.advantages import needed
 from actors.trainer.objective.corrections import CORRECTIONS, CorrectionInputs, interpolated_proximal, opsm_mask
 from actors.trainer.objective.inputs import LossInputs, Norm
 from actors.trainer.objective.kl import approx_kl, masked_kl
@@ -50,21 +50,15 @@ class TokenTerms:
     sums: Rows = field(default_factory=dict)
 
 
-def _given(x: Tensor | None, name: str, why: str) -> Tensor:
-    if x is None:
-        raise MissingInputError(f"{why} needs {name} for the micro-batch, none was given.")
-    return x
-
-
 def denominator(cfg: ObjectiveConfig, mb: LossInputs) -> Tensor:
     """The PPO denominator [T], without gradient, as `cfg.proximal` chooses it."""
     if cfg.proximal == "recompute":
-        return _given(mb.old_logp, "old_logp", "proximal=recompute")
+        return needed(mb.old_logp, "old_logp", "proximal=recompute")
     if cfg.proximal == "rollout":
-        return _given(mb.rollout_logp, "rollout_logp", "proximal=rollout")
+        return needed(mb.rollout_logp, "rollout_logp", "proximal=rollout")
     if cfg.proximal == "interpolate":
-        rollout = _given(mb.rollout_logp, "rollout_logp", "proximal=interpolate")
-        age = _given(mb.staleness, "staleness", "proximal=interpolate")
+        rollout = needed(mb.rollout_logp, "rollout_logp", "proximal=interpolate")
+        age = needed(mb.staleness, "staleness", "proximal=interpolate")
         return interpolated_proximal(mb.new_logp.detach(), rollout, age)
     return mb.new_logp.detach()
 
@@ -102,7 +96,7 @@ def token_terms(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> TokenTerms:
 
 def _correct(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm, t: TokenTerms) -> None:
     """Applies the chosen correction to `t` and adds its metrics."""
-    rollout = _given(mb.rollout_logp, "rollout_logp", f"correction={cfg.correction}")
+    rollout = needed(mb.rollout_logp, "rollout_logp", f"correction={cfg.correction}")
     with torch.no_grad():
         gap, known = safe_log_ratio(t.usable, t.old_logp, rollout, RAW_LIMIT)
     if cfg.custom_tis_function_path:
@@ -165,13 +159,13 @@ def policy_loss(cfg: ObjectiveConfig, mb: LossInputs, norm: Norm) -> tuple[Tenso
     total = pg = custom.reduced(cfg, mb, t.accepted, t.loss, t.leaf_of)
     sums: dict[str, Tensor] = {"pg_loss": pg.detach()}
     if cfg.entropy_coef != 0:
-        entropy = _given(mb.entropy, "entropy", f"entropy_coef={cfg.entropy_coef}")
+        entropy = needed(mb.entropy, "entropy", f"entropy_coef={cfg.entropy_coef}")
         total = total - cfg.entropy_coef * reduce_sum(entropy, t.accepted, mb.weights)
         sums["entropy_loss"] = reduce_sum(entropy.detach(), t.accepted, mb.metric_weights)
     elif mb.entropy is not None:
         t.rows["entropy_loss"] = mb.entropy.detach()
     if cfg.use_kl_loss:
-        ref = _given(mb.ref_logp, "ref_logp", "use_kl_loss")
+        ref = needed(mb.ref_logp, "ref_logp", "use_kl_loss")
         new = mb.new_logp if cfg.kl_loss_coef != 0 else mb.new_logp.detach()
         old = t.old_logp if cfg.use_unbiased_kl else None
         kl, bad = masked_kl(cfg.kl_loss_type, t.accepted, new, ref, old)

@@ -15,18 +15,16 @@ from torch import Tensor
 
 from actors.trainer.objective.corrections import CORRECTIONS, Correction, CorrectionInputs
 from actors.trainer.objective.segments import RAW_LIMIT, keep, ratio_of
-from actors.trainer.objective_config import ObjectiveConfig
+from actors.trainer.objective_config import Level, ObjectiveConfig
 
 NORM_FLOOR = 1e-8
 """A mean weight at or below this is no normaliser: weights stay as they are."""
 
 
-def level_ratio(level: str, x: CorrectionInputs) -> Tensor:
+def level_ratio(level: Level, x: CorrectionInputs) -> Tensor:
     """rho [T] at a level; meaningless at masked tokens."""
     if level == "token":
         return ratio_of(x.log_ratio)
-    if level not in ("sequence", "geometric"):
-        raise ValueError(f"level {level!r} is unknown. Choose token, sequence or geometric.")
     of_sample = x.sums if level == "sequence" else x.means
     return ratio_of(of_sample(keep(x.mask, x.log_ratio)))[x.index]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.trainer.objective.advantages import MissingInputError
+from actors.trainer.objective.advantages import needed
 from actors.trainer.objective.corrections import CorrectionInputs
 from actors.trainer.objective.inputs import LossInputs, Norm
 from actors.trainer.objective.mis import norm_factor, norm_sums
@@ -101,14 +101,10 @@ class PreparedBatch:
         own = list(samples)
         at = self._tokens(own)
         index = sample_index(self.lengths[own]).to(at.device)
-        old, rollout = self._required("old_logp")[at], self._required("rollout_logp")[at]
+        why = f"correction={self.cfg.correction}"
+        old, rollout = (needed(self.fields.get(name), name, why)[at] for name in ("old_logp", "rollout_logp"))
         gap, usable = safe_log_ratio(self.mask[at], old, rollout, RAW_LIMIT)
         return CorrectionInputs(gap, usable, index, self.counts[own].to(old))
-
-    def _required(self, name: str) -> Tensor:
-        if name not in self.fields:
-            raise MissingInputError(f"correction={self.cfg.correction} needs {name}, no sample of the batch has it.")
-        return self.fields[name]
 
     def _tokens(self, samples: Sequence[int]) -> Tensor:
         """Positions of the samples' tokens in the packed tensors, int64."""

@@ -29,7 +29,7 @@ from actors.trainer.torch_backend.compiled import compile_layers
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.matched import MatchedPolicy
-from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device, resolve_dtype
+from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.passes import Passes
 from actors.trainer.torch_backend.shards import Shards
@@ -72,7 +72,7 @@ class Core(Passes):
         torch.set_num_threads(config.trainer_threads)
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
-        self.dtype = resolve_dtype(config.model_dtype, self.device)
+        self.dtype: torch.dtype = getattr(torch, config.model_dtype)
         self.kernel = attention.select(self.own.attn_implementation, self.device, self.dtype)
         self.shards = Shards(ranks, self.device)
         self.vision = self._sees(config.hf_checkpoint)

@@ -17,24 +17,15 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES as SIGHTED
-from actors.runtime.vision import PROCESSOR, family_of
+from actors.runtime.vision import family_of
 from actors.trainer.torch_backend import attention, experts, fp8
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.layout import MicroBatch
+from actors.trainer.training.export import TOKENIZER_FILES
 
 log = logging.getLogger(__name__)
 FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES, *SIGHTED)
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", PROCESSOR),
-)
 RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
 
 
 class Policy(nn.Module):
@@ -164,15 +155,6 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Type the model computes in; auto: bfloat16 on a GPU, float32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise Refused(f"dtype={name!r} is unknown. Choose one of auto, {', '.join(DTYPES)}.")
-    return DTYPES[name]
 
 
 def export_files(

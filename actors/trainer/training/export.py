@@ -13,9 +13,15 @@ import msgspec
 import torch
 from torch import Tensor
 
+from actors.runtime.vision import PROCESSOR
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.verbs import Core
 from actors.trainer.transports.flat import NamedTensors, bucketed
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", PROCESSOR),
+)
 
 
 class Sent(msgspec.Struct, frozen=True):

@@ -166,14 +166,14 @@ def _old_actor_passes(core: Core, batch: StepBatch, packed: Packed, work: list[W
     weights. Returns samples with tokens whose weights are not kept: they take the oldest that are."""
     lost = []
     made = [np.repeat(*np.array(s.train.spans or [(batch.step, s.train.response_length)]).T) for s in batch.samples]
-    kept = core.former_steps()
+    kept = core.old_actors.steps
     nearest = {
         int(step): max((k for k in kept if k <= step), default=min(kept, default=batch.step))
         for step in {int(v) for versions in made for v in np.unique(versions)}
         if step < batch.step
     }
     for step in sorted({k for k in nearest.values() if k < batch.step}):
-        with core.former_weights(step):
+        with core.old_actors.wearing(step, core.own_weights()):
             values = core.score("old_logp", packed, work)
         for i, sample in enumerate(batch.samples):
             here = torch.from_numpy(np.isin(made[i], [v for v, k in nearest.items() if k == step]))
@@ -183,7 +183,7 @@ def _old_actor_passes(core: Core, batch: StepBatch, packed: Packed, work: list[W
     for sample, versions in zip(batch.samples, made, strict=True):
         if any(nearest.get(int(v), batch.step) != v for v in np.unique(versions)):
             lost.append(sample.train.sample_id)
-    core.keep_weights(batch.step, depth=depth)
+    core.old_actors.keep(batch.step, core.own_weights(), depth=depth)
     return lost
 
 
@@ -255,7 +255,7 @@ def _one_step(
     core.forward_backward(
         mine, held(policy), held(value), learns=rates.policy_learns, entropy_gradient=cfg.entropy_coef != 0, watch=watch
     )
-    if fault := core.first_fault(as_line(faults[0]) if faults else ""):
+    if fault := core.ranks.first_said(as_line(faults[0]) if faults else ""):
         raise BatchFault(fault) from (faults[0] if faults else None)
     with watch.phase("optimizer"):
         norms, finite = core.apply(rates, update=norm.trained_tokens > 0)
@@ -279,7 +279,7 @@ def _over_ranks(core: Core, cfg: ObjectiveConfig, totals: dict[str, Tensor]) -> 
         return here
     if cfg.custom_loss_function_path or cfg.custom_tis_function_path:  # ranks add up by place, and it may name what others do not
         known: set[str] = set()
-        while said := core.first_fault("\0".join(sorted(here.keys() - known))):
+        while said := core.ranks.first_said("\0".join(sorted(here.keys() - known))):
             known.update(said.partition(": ")[2].split("\0"))
         here |= {name: torch.zeros(()) for name in known - here.keys()}
     sums, tops = flatten(here)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,10 +132,6 @@ class Core(ABC):
         """Equal weights give equal log-probs to the last bit, with and without gradients."""
         return True
 
-    def first_fault(self, fault: str) -> str:
-        """What the first rank with a fault says of it, the same on every rank; empty where none has one."""
-        return self.ranks.first_said(fault)
-
     def total(self, x: Tensor) -> Tensor:
         """Sum of a CPU tensor over all ranks."""
         return self.ranks.total(x)
@@ -179,20 +174,7 @@ class Core(ABC):
 
     @abstractmethod
     def own_weights(self) -> Mapping[str, Tensor]:
-        """The policy's, of this rank, by name: those that `former_weights` changes for a while."""
-
-    def former_steps(self) -> tuple[int, ...]:
-        """Steps whose weights are kept, oldest first."""
-        return self.old_actors.steps
-
-    def former_weights(self, step: int) -> AbstractContextManager[None]:
-        """The policy computes with the weights of that step while the body runs."""
-        return self.old_actors.wearing(step, self.own_weights())
-
-    def keep_weights(self, step: int, *, depth: int) -> None:
-        """Keep the present weights, which hold `step` updates, and forget what no token can come from any more: `depth` is the
-        bound in steps."""
-        self.old_actors.keep(step, self.own_weights(), depth=depth)
+        """The policy's, of this rank, by name: those that `old_actors` changes for a while."""
 
     @abstractmethod
     def forward_backward(

@@ -72,16 +72,6 @@ Command = Setup | Step | Load | Save | Export | Do
 _ARRAY = 1  # msgpack's extension: type, shape, bytes
 
 
-def encode(command: Command) -> bytes:
-    """Msgpack bytes of a command."""
-    return _encoder.encode(command)
-
-
-def decode(data: bytes) -> Command:
-    """Inverse of `encode`; msgspec.ValidationError for anything else."""
-    return _decoder.decode(data)
-
-
 def _out(x: Any) -> Any:
     if isinstance(x, np.generic):
         return x.item()
@@ -94,5 +84,6 @@ def _in(code: int, data: memoryview) -> np.ndarray:
     return np.frombuffer(body, kind).reshape(shape)
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_out)
-_decoder = msgspec.msgpack.Decoder(Command, ext_hook=_in)
+encode = msgspec.msgpack.Encoder(enc_hook=_out).encode
+decode = msgspec.msgpack.Decoder(Command, ext_hook=_in).decode
+"""msgspec.ValidationError for what is no command."""
