@@ -219,15 +219,16 @@ async def test_an_engine_that_leaves_before_it_was_taken_up_stays_out(
 
 
 async def test_an_engine_that_left_too_early_is_let_go_later(
-    cold_engine: None, router: RealRouter, models: Callable[[str], tuple[Path, Path]]
+    router: RealRouter, models: Callable[[str], tuple[Path, Path]]
 ) -> None:
-    with engine_process(models("qwen3")[0]) as (url, process):
+    with engine_process(models("qwen3")[0]) as (url, _):
         engine = RoutedEngine(url, router.url, **DEADLINES | {"control_deadline_s": 1.0})
-        process.send_signal(signal.SIGSTOP)
+        itself = serving(url)
+        itself.suspend()
         await engine.join()
         await engine.leave()
         assert engine.leaving and not engine.routed, "the router is still at it, and would take it up behind our back"
-        process.send_signal(signal.SIGCONT)
+        itself.resume()
         await until_async(lambda: _out(engine), "the router takes it up and lets it go")
         client = RouterClient(router.url, deadline_s=10.0)
         await until_async(lambda: _listed(client, set()), "the engine is out")
