@@ -174,7 +174,7 @@ def objective_s(cfg: ObjectiveConfig, samples: list[TrainSample], micro_tokens: 
 
     def step() -> dict[str, float]:
         plan = plan_step(lengths, range(len(samples)), max_tokens_per_gpu=micro_tokens)
-        prepared: PreparedBatch = prepare_batch(cfg, samples, current_version=VERSION)
+        prepared: PreparedBatch = prepare_batch(cfg, samples, current_step=VERSION)
         norm = prepared.norm()
         total: dict[str, torch.Tensor] = {}
         for ids in plan.ranks[0]:

@@ -81,7 +81,7 @@ def tips(half: Half, *, policy: str, step: int, bound: int) -> bool:
 
 
 def _least(half: Half, *, policy: str, step: int, bound: int) -> int:
-    """Members that a first part must have; one more than are here where only the whole group may leave."""
+    """Members that a first part must have; one more than are here, so never reached, where only the whole group may leave."""
     if policy in ("split", "member") and half.age(step) >= bound:
         return 2
     return max(2, -(-half.n_samples // 2)) if policy == "member" else len(half.members) + 1

@@ -74,9 +74,9 @@ class Worker:
         self._vocabulary = vocabulary_of(spec.model_path)
         self._consumer = Consumer(context, LEASED, "generation", on_dead=as_lost(context, _dead), vocabulary=self._vocabulary)
         self._leases = Leases(
-            *(context, self._link, self._sharing, self._pace, self._consumer),
-            *(lambda: self._order is not None, spec.hold_s, spec.takes_samples),
-        )
+            context, self._link, self._sharing, self._pace, self._consumer,
+            lambda: self._order is not None, spec.hold_s, spec.takes_samples,
+        )  # fmt: skip
         decode = decoder_of(spec.model_path)
         self._programs = Programs(context, spec.program, spec.program_deadline_s, spec.program_values, decode, program)
         self._worlds = Worlds(context, spec.environments_s) if spec.environments_s else None
@@ -256,6 +256,7 @@ class Worker:
             return
         if isinstance(message, PrefixResume):
             message = msgspec.structs.replace(message, response=await response_whole(context.bus, message.response))
+        # Saved by a former delivery, to a worker that was killed or failed.
         pieces = await context.bus.load_prefix(task.sample_id) if entry.deliveries > 1 else []
         running = start(message, pieces, mask_prefix=self._spec.mask_offpolicy)
         if not running.marks:

@@ -135,7 +135,8 @@ class Leases:
         share = float(self._context.knobs.eval_share)
         if quota := int(self.slots * share):
             return quota - self._evals
-        return int(self._evals == 0 and self._prompts_since * share >= 1 - share)
+        its_turn = self._evals == 0 and self._prompts_since * share >= 1 - share
+        return 1 if its_turn else 0
 
     def _count(self, entry: Entry) -> None:
         self._evals += _is_eval(entry)

@@ -138,7 +138,7 @@ class EngineLink:
         await self._open.wait()
 
     def let_go(self) -> None:
-        """Who waits for that looks again what it waits for: the worker is draining."""
+        """Wake who waits in `until_open`: the worker is draining, so they ask again whether to wait. The engine's state stays."""
         self._open.set()
 
     async def boot(self, given_up: Callable[[], bool] = lambda: False) -> None:

@@ -86,15 +86,15 @@ class RewardRoom:
     async def handle(self, entry: Entry, message: RolloutDone | RolloutLost) -> Commit | None:
         """Score a rollout; pass a lost one on. None = its siblings are not here yet, or it was not finished before the end of the
         drain; so it stays pending."""
-        whole = [(entry, message)] if isinstance(message, RolloutDone) else []
+        to_score = [(entry, message)] if isinstance(message, RolloutDone) else []
         if self._siblings is not None and entry.stream.name == ROLLOUTS.name:
             group_id = message.task.group_id if isinstance(message, RolloutDone) else message.group_id
-            passed = "lost" if isinstance(message, RolloutLost) else await self._passed(group_id)
-            if isinstance(message, RolloutLost) or passed == "lost":
+            went_on = "lost" if isinstance(message, RolloutLost) else await self._went_on(group_id)
+            if isinstance(message, RolloutLost) or went_on == "lost":
                 return self._unscored(Commit(ack=(entry,), append=(_onward(entry, _zero(message)),)), group_id)
-            whole = self._siblings.add(entry, message) if not passed else whole
+            to_score = self._siblings.add(entry, message) if not went_on else to_score
             self._context.note = f"{len(self._siblings)} groups wait for siblings"
-            if not whole:
+            if not to_score:
                 return None
         if isinstance(message, RolloutLost):
             return Commit(ack=(entry,), append=(_onward(entry, message),))
@@ -104,7 +104,7 @@ class RewardRoom:
                 self._running.add(scope)
                 try:
                     version = await self._reward_version()
-                    rewards, scorer, taught, answer = await self._score(entry, [rollout for _, rollout in whole])
+                    rewards, scorer, taught, answer = await self._score(entry, [rollout for _, rollout in to_score])
                 finally:
                     self._running.discard(scope)
         except TimeoutError:
@@ -112,7 +112,7 @@ class RewardRoom:
                 return None
             raise
         took_s = self._context.clock.monotonic() - began
-        self._context.count(f"scored/{scorer}", len(whole))
+        self._context.count(f"scored/{scorer}", len(to_score))
         slowly = self._context.counters.get("score_s", took_s)
         self._context.counters["score_s"] = slowly + SMOOTH * (took_s - slowly)
         if self._siblings is not None:
@@ -131,10 +131,10 @@ class RewardRoom:
                     answer=answer,
                 ),
             )
-            for (one, rollout), reward, logprobs in zip(whole, rewards, taught, strict=True)
+            for (one, rollout), reward, logprobs in zip(to_score, rewards, taught, strict=True)
         ]
         # Not bounded: the filter holds half a group until its last sibling is here, and waiting for room would keep it out.
-        return Commit(ack=[one for one, _ in whole], append=outs)
+        return Commit(ack=[one for one, _ in to_score], append=outs)
 
     async def _reward_version(self) -> int:
         """The version to score under, loaded."""
@@ -147,7 +147,7 @@ class RewardRoom:
                     await self._context.event("reward version", f"samples are scored by version {wanted} from here on")
         return wanted
 
-    async def _passed(self, group_id: str) -> Literal["", "lost", "alone"]:
+    async def _went_on(self, group_id: str) -> Literal["", "lost", "alone"]:
         """How siblings went on before this one, if they did: without a score, for one is lost, or scored alone, before the run was
         started again with group_rm; this one is not to wait for them then. Told by the filter's stream, which keeps them until the
         group is whole, and of those that have left it by what is open of the group."""
@@ -180,7 +180,7 @@ class RewardRoom:
         if self._siblings is None or not lost:
             return follow
         found = self._unscored(msgspec.structs.replace(follow, ack=(entry,)), lost[0].group_id)
-        return msgspec.structs.replace(found, ack=found.ack[1:])  # whoever buries it acknowledges it
+        return msgspec.structs.replace(found, ack=[e for e in found.ack if e is not entry])  # that one: by whoever buries it
 
     async def _score(
         self, entry: Entry, rollouts: Sequence[RolloutDone]

@@ -115,6 +115,7 @@ def cut(
     there = sum(len(ready[key].left) for _, key in fit)
     if there < size:
         return Cut(drop=dropped, missing=f"{size - there} of {size} samples")
+    # The oldest first; under `wait`, whose batches are the groups in the order of their issue, by that: ids count up.
     fit.sort(key=lambda item: item if window is None else (0, item[1]))
     keys = [key for _, key in fit]
     take = _by_part(ready, keys, step, size)
@@ -173,7 +174,8 @@ def excess(
         due = bound - (coming - step)  # the age now of what is due then
         if any(taken and age < due for age, taken in ages):
             left = sum(not taken and age >= due for age, taken in ages)
-            left += sum(n for issued, n in elsewhere.items() if step - issued >= due) if coming > step else 0
+            if coming > step:  # what is not here cannot be in this batch, whatever it holds
+                left += sum(n for issued, n in elsewhere.items() if step - issued >= due)
             worst = max(worst, left - size * (coming - step))
     return worst
 

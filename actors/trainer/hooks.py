@@ -40,7 +40,7 @@ def probe(cfg: ObjectiveConfig) -> None:
 
 
 def _probe_one(cfg: ObjectiveConfig, field: str, path: str) -> None:
-    prepared = prepare_batch(cfg, synthetic_samples(), current_version=0)
+    prepared = prepare_batch(cfg, synthetic_samples(), current_step=0)
     everything = list(range(len(LENGTHS)))
     whole, grad = _loss_and_gradient(cfg, prepared, everything, field, path)
     if not torch.isfinite(whole) or not torch.isfinite(grad).all():

@@ -88,7 +88,7 @@ class Intake:
                 # Some of its samples are inside a checkpoint, and it was not here when that was loaded.
                 if settled is self._settled.get(group.key):
                     del self._settled[group.key]
-                self._hold(Trained(step=0, entry=entry, consumed=settled))
+                self._hold(Trained(step=0, entry=entry, consumed=settled))  # before any step of ours: in a checkpoint already
                 self.ready[group.key] = Part.of(group, came=step, at=wall_of(entry.id), without=frozenset(settled.members))
                 self._entries[group.key] = entry
                 # The sampler issued them again: their credits are free now, not when the rest is trained, for which it may be they
@@ -193,7 +193,7 @@ class Intake:
             if key in self._trained:
                 self._hold(Trained(step=max(t.step for t in self._trained[key]), entry=entry, consumed=consumed))
             else:
-                at_once.append(Trained(step=-1, entry=entry, consumed=consumed))
+                at_once.append(Trained(step=-1, entry=entry, consumed=consumed))  # of no step: it is dropped whole
         await self._context.bus.commit(
             Commit(
                 ack=[t.entry for t in at_once],

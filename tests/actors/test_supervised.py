@@ -83,14 +83,14 @@ def supervised(**more: Any) -> Any:
 def test_the_loss_is_the_mean_negative_log_probability_of_what_is_learned() -> None:
     cfg = objective_config(supervised())
     rows = [TrainSample("a", "a", 3, 0.0, loss_mask=[1, 0, 1]), TrainSample("b", "b", 1, 0.0)]
-    prepared = prepare_batch(cfg, rows, current_version=0)
+    prepared = prepare_batch(cfg, rows, current_step=0)
     logp = torch.tensor([-1.0, -9.0, -3.0, -5.0], requires_grad=True)
     loss, _ = policy_loss(cfg, prepared.micro_batch((0, 1), logp), prepared.norm())
     assert loss.item() == pytest.approx(((1 + 3) / 2 + 5) / 2)
     loss.backward()
     assert logp.grad is not None and logp.grad.tolist() == [-0.25, 0.0, -0.25, -0.5]
     per_token = objective_config(supervised(loss_agg_mode="token-mean"))
-    prepared = prepare_batch(per_token, rows, current_version=0)
+    prepared = prepare_batch(per_token, rows, current_step=0)
     loss, _ = policy_loss(per_token, prepared.micro_batch((0, 1), logp), prepared.norm())
     assert loss.item() == pytest.approx((1 + 3 + 5) / 3)
 

@@ -53,7 +53,7 @@ def test_what_nobody_made_has_no_gradient_and_never_counts_as_stale() -> None:
     batch.train.old_logp = batch.train.rollout_logp
     other = to_samples((group(episode(1, 0.0)),))[0]
     other.train.old_logp = other.train.rollout_logp
-    prepared = prepare_batch(objective_of(correction="tis", max_staleness=1), [batch.train, other.train], current_version=6)
+    prepared = prepare_batch(objective_of(correction="tis", max_staleness=1), [batch.train, other.train], current_step=6)
     assert prepared.mask.tolist() == [False, False, False, False, True, True] * 2
     assert prepared.trained_spans([batch.train, other.train]) == [(0, 0, 2)] * 2
 
@@ -66,7 +66,7 @@ def test_trajectories_of_one_sample_share_its_reward_and_count_once_in_their_gro
     for sample in samples:
         sample.train.old_logp = sample.train.rollout_logp
     cfg = objective_of(correction="tis", max_staleness=1, grpo_std_normalization=False)
-    prepared = prepare_batch(cfg, [s.train for s in samples], current_version=5)
+    prepared = prepare_batch(cfg, [s.train for s in samples], current_step=5)
     by_sample = torch.split(prepared.advantages, prepared.lengths.tolist())
     for one, wanted in zip(by_sample, [2 / 3] * 3 + [-1 / 3] * 2, strict=True):
         assert np.allclose(one.numpy()[[0, 1, 4, 5]], wanted)

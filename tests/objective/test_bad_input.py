@@ -149,7 +149,7 @@ def test_a_field_that_no_sample_has_is_an_error_that_names_it():
         step(TIS, [sample("a", rollout_logp=None)])
     with pytest.raises(MissingInputError, match="values"):
         prepare_batch(objective_of(advantage_estimator="ppo"), [sample("a")])
-    with pytest.raises(MissingInputError, match="current_version"):
+    with pytest.raises(MissingInputError, match="current_step"):
         prepare_batch(objective_of(max_staleness=1), [sample("a")])
 
 
@@ -162,7 +162,7 @@ def test_over_age_tokens_are_masked_and_a_sample_with_nothing_left_is_named():
         sample("bad", spans=[(5, 3)]),
         sample("new", spans=[(5, 4)], reward=0.0),
     ]
-    prepared, _, grad, _ = step(cfg, samples, current_version=5)
+    prepared, _, grad, _ = step(cfg, samples, current_step=5)
     assert prepared.counts.tolist() == [3, 0, 0, 0, 4]
     assert prepared.flags["stale_tokens"] == ["mixed", "old"]
     assert prepared.flags["unknown_version"] == ["unknown", "bad"]
@@ -260,5 +260,5 @@ def test_the_engines_error_shows_also_where_the_loss_takes_the_engines_log_probs
     cfg = objective_of(proximal=proximal, kl_coef=0.1 if proximal == "rollout" else 0.0)
     extra = {"ref_logp": np.full(4, -1.0), "spans": [(0, 4)]}
     far = [sample("a", reward=0.0, **extra), sample("b", rollout_logp=np.full(4, -5.0), **extra)]
-    *_, report = step(cfg, far, new=torch.full((8,), -1.0), current_version=0)
+    *_, report = step(cfg, far, new=torch.full((8,), -1.0), current_step=0)
     assert report["forward_logp_abs_diff"] == pytest.approx(2.0)

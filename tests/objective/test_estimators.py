@@ -73,7 +73,7 @@ def one_step(cfg, new, old, rewards=(1.0, 0.0), rollout=None, spans=None, versio
         TrainSample(str(i), 0, n, r, old_logp=old[i * n : i * n + n], rollout_logp=rollout[i * n : i * n + n], spans=s)
         for i, (r, s) in enumerate(zip(rewards, spans or (None, None), strict=True))
     ]
-    prepared = prepare_batch(cfg, samples, current_version=version, dtype=torch.float64)
+    prepared = prepare_batch(cfg, samples, current_step=version, dtype=torch.float64)
     new = new.clone().requires_grad_()
     norm = prepared.norm()
     loss, sums = policy_loss(cfg, prepared.micro_batch([0, 1], new), norm)

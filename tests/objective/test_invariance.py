@@ -114,7 +114,7 @@ def test_packing_order_and_ranks_change_nothing(name, seed):
     samples = make_samples(rng, groups=3, per_group=3)
     news = new_logps(samples, seed)
     everyone = list(range(len(samples)))
-    whole = prepare_batch(cfg, samples, current_version=VERSION, dtype=torch.float64)
+    whole = prepare_batch(cfg, samples, current_step=VERSION, dtype=torch.float64)
     norm = whole.norm()
     want = train(cfg, samples, news, [[everyone]], norm, whole)
 

@@ -58,7 +58,7 @@ def config(field: str, name: str, **more: Any) -> ObjectiveConfig:
 
 def loss_of(cfg: ObjectiveConfig) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss, gradient and metrics of the synthetic batch."""
-    prepared = prepare_batch(cfg, synthetic_samples(), current_version=0)
+    prepared = prepare_batch(cfg, synthetic_samples(), current_step=0)
     new = prepared.fields["old_logp"].clone().requires_grad_()
     loss, sums = policy_loss(cfg, prepared.micro_batch(range(6), new), prepared.norm())
     loss.backward()
@@ -100,7 +100,7 @@ def test_settings_with_a_hook_that_nobody_loaded_are_refused() -> None:
 def test_each_function_changes_the_loss_as_written() -> None:
     plain = objective_of(proximal="current")
     samples = synthetic_samples()
-    prepared = prepare_batch(plain, samples, current_version=0)
+    prepared = prepare_batch(plain, samples, current_step=0)
     _, grad, _ = loss_of(plain)
     for field, name in GOOD.items():
         install(config(field, name))
@@ -119,10 +119,10 @@ def test_each_function_changes_the_loss_as_written() -> None:
     _, reduced, _ = loss_of(config(REDUCER, "dr_grpo"))
     torch.testing.assert_close(reduced, -prepared.advantages * prepared.mask / 1000 / 6)
 
-    twice = prepare_batch(config(ADVANTAGE, "twice_the_mean"), samples, current_version=0)
+    twice = prepare_batch(config(ADVANTAGE, "twice_the_mean"), samples, current_step=0)
     torch.testing.assert_close(twice.advantages, 2 * prepared.advantages * prepared.mask)
 
-    plus = prepare_batch(config(REWARDS, "plus_one"), samples, current_version=0)
+    plus = prepare_batch(config(REWARDS, "plus_one"), samples, current_step=0)
     assert plus.rewards == (1.0, 2.0) * 3 and plus.metrics["reward_mean"] == 0.5
 
 
@@ -132,7 +132,7 @@ def test_samples_without_a_reward_are_not_shown_and_stay_masked() -> None:
     samples = synthetic_samples()
     samples[2].reward = None
     samples[3].reward = float("inf")
-    prepared = prepare_batch(cfg, samples, current_version=0)
+    prepared = prepare_batch(cfg, samples, current_step=0)
     assert prepared.rewards == (1.0, 2.0, 0.0, 0.0, 1.0, 2.0)
     assert prepared.flags["missing_reward"] == ["probe1/0", "probe1/1"]
     assert prepared.counts.tolist()[2:4] == [0, 0]
@@ -207,7 +207,7 @@ def test_weights_of_the_users_give_the_gradient_that_autograd_finds() -> None:
     cfg = config(TIS, "squared_tis")
     install(cfg)
     value, grad, _ = loss_of(cfg)
-    prepared = prepare_batch(cfg, synthetic_samples(), current_version=0)
+    prepared = prepare_batch(cfg, synthetic_samples(), current_step=0)
     new = prepared.fields["old_logp"].clone().requires_grad_()
     mb = prepared.micro_batch(range(6), new)
     norm = prepared.norm()

@@ -62,7 +62,7 @@ def test_gradient_of_packed_equals_gradient_of_padded(
 
     oracle = AutoModelForCausalLM.from_pretrained(models[family], attn_implementation="eager")
     cfg = backend.core.objective
-    prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
+    prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_step=batch.step)
     logp, entropy = padded_logprobs(oracle, batch)
     loss, _ = policy_loss(cfg, prepared.micro_batch(range(len(batch.samples)), logp, entropy=entropy), prepared.norm())
     loss.backward()

@@ -38,7 +38,7 @@ class LossInputs:
     entropy: Tensor | None = None
     """float [T], of the full distribution at each token"""
     staleness: Tensor | None = None
-    """int64 [T], policy versions between the token's weights and the ones trained"""
+    """int64 [T], steps between the token's weights and the ones trained"""
     old_values: Tensor | None = None
     """float [T], critic before the step"""
     returns: Tensor | None = None

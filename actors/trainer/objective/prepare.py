@@ -21,12 +21,12 @@ from actors.trainer.objective.prepared import PreparedBatch
 from actors.trainer.objective.rewards import GroupRewards, normalize_group_rewards
 from actors.trainer.objective.samples import (
     FLOAT_FIELDS,
-    UNKNOWN_VERSION,
+    UNKNOWN_STEP,
     Flags,
     TrainSample,
     pack_floats,
     pack_masks,
-    pack_versions,
+    pack_steps,
 )
 from actors.trainer.objective.segments import sample_index, segment_sum, starts, whiten
 from actors.trainer.objective.staleness import assert_fresh, fresh, staleness
@@ -67,12 +67,12 @@ def prepare_batch(
     cfg: ObjectiveConfig,
     samples: Sequence[TrainSample],
     *,
-    current_version: int | None = None,
+    current_step: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> PreparedBatch:
     """Advantages, masks and counts of a rollout batch.
 
-    samples: the whole batch, on every rank the same, in the same order. current_version: step being trained, in the
+    samples: the whole batch, on every rank the same, in the same order. current_step: step being trained, in the
     numbering of the spans; needed when cfg.max_staleness is set. Bad samples are masked and listed in `flags`, nothing is
     raised for data; MissingInputError when the settings need a field that no sample has. Arrays lie on the CPU in `dtype`.
     """
@@ -105,8 +105,8 @@ def prepare_batch(
     flags.add("missing_reward", [s.sample_id for i, s in enumerate(samples) if i in unrewarded - conflicting])
     drop |= _untrainable(cfg, samples, fields, mask, index, flags)
     mask = mask & ~drop[index]
-    versions = pack_versions(samples, flags)
-    age, mask = _apply_staleness(cfg, samples, versions, current_version, mask, index, flags)
+    steps = pack_steps(samples, flags)
+    age, mask = _apply_staleness(cfg, samples, steps, current_step, mask, index, flags)
 
     advantages, returns = _advantages(cfg, baseline.values, fields, mask, index, lengths)
     mask = mask & ~_unusable_groups(samples, advantages, returns, mask, index, flags)
@@ -176,7 +176,7 @@ def _agreed_rewards(samples: Sequence[TrainSample]) -> tuple[list[float | None],
 def _apply_staleness(
     cfg: ObjectiveConfig,
     own: Sequence[TrainSample],
-    versions: Tensor | None,
+    steps: Tensor | None,
     current: int | None,
     mask: Tensor,
     index: Tensor,
@@ -185,15 +185,15 @@ def _apply_staleness(
     """(staleness [N] or None, mask without over-age tokens). Tokens of unknown version are over age under a bound."""
     if current is None:
         if cfg.max_staleness is not None:
-            raise MissingInputError(f"max_staleness={cfg.max_staleness} needs current_version, none was given.")
+            raise MissingInputError(f"max_staleness={cfg.max_staleness} needs current_step, none was given.")
         return None, mask
     bound = cfg.max_staleness
-    if versions is None:
+    if steps is None:
         if bound is None:
             return None, mask
-        versions = torch.full((mask.numel(),), UNKNOWN_VERSION)
-    known = versions > UNKNOWN_VERSION
-    young = fresh(versions, current, bound)
+        steps = torch.full((mask.numel(),), UNKNOWN_STEP)
+    known = steps > UNKNOWN_STEP
+    young = fresh(steps, current, bound)
     touched = segment_sum((mask & ~young).to(torch.int64), index, len(own)) > 0
     unknown = segment_sum((mask & ~known).to(torch.int64), index, len(own)) > 0
     flags.add("stale_tokens", _named(own, touched & ~unknown))
@@ -201,8 +201,8 @@ def _apply_staleness(
         flags.add("unknown_version", _named(own, unknown))
     mask = mask & young
     flags.add("stale_sample", _named(own, touched & (segment_sum(mask.to(torch.int64), index, len(own)) == 0)))
-    assert_fresh(versions, mask, current, bound)
-    return torch.where(known, staleness(versions, current), 0), mask
+    assert_fresh(steps, mask, current, bound)
+    return torch.where(known, staleness(steps, current), 0), mask
 
 
 def _advantages(

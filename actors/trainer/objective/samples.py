@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.trainer.objective.staleness import token_versions
+from actors.trainer.objective.staleness import token_steps
 
 ArrayLike = Any
 """Tensor, numpy array, memoryview with a format, or sequence of numbers; one entry per response token."""
 
-UNKNOWN_VERSION = -(2**62)
+UNKNOWN_STEP = -(2**62)
 FLOAT_FIELDS = ("rollout_logp", "old_logp", "ref_logp", "teacher_logp", "values")
 
 
@@ -131,8 +131,8 @@ def pack_masks(samples: Sequence[TrainSample], flags: Flags) -> Tensor:
     return torch.from_numpy(out)
 
 
-def pack_versions(samples: Sequence[TrainSample], flags: Flags) -> Tensor | None:
-    """Policy version of every token, int64 [T]; UNKNOWN_VERSION where unknown. None if no sample has spans."""
+def pack_steps(samples: Sequence[TrainSample], flags: Flags) -> Tensor | None:
+    """Step of the weights that made each token, int64 [T]; UNKNOWN_STEP where unknown. None if no sample has spans."""
     if samples and all(s.spans is None for s in samples):
         return None
     spans: list[tuple[int, int]] = []
@@ -141,6 +141,6 @@ def pack_versions(samples: Sequence[TrainSample], flags: Flags) -> Tensor | None
         if sum(n for _, n in own) != s.response_length or any(n < 0 for _, n in own):
             if s.spans is not None:
                 flags.add("wrong_length_spans", [s.sample_id])
-            own = [(UNKNOWN_VERSION, s.response_length)]
+            own = [(UNKNOWN_STEP, s.response_length)]
         spans += own
-    return token_versions(spans, sum(s.response_length for s in samples))
+    return token_steps(spans, sum(s.response_length for s in samples))

@@ -109,7 +109,7 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
         samples = [s.train for s in batch.samples]
         for i in plan.trimmed:  # their rewards still belong to their group's baseline
             samples[i] = replace(samples[i], remove=True)
-        prepared = prepare_batch(cfg, samples, current_version=batch.step)
+        prepared = prepare_batch(cfg, samples, current_step=batch.step)
     tally = _Tally()
     if lost:
         tally.flags["old_actor_gone"] = lost
@@ -144,7 +144,7 @@ def examine(core: Core, batch: StepBatch, *, forward: bool) -> None:
         values = core.score(name, packed, work) if forward else torch.zeros(int(packed.response.sum()))
         for sample, place in zip(batch.samples, places, strict=True):
             setattr(sample.train, name, values[place])
-    prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_version=batch.step)
+    prepared = prepare_batch(cfg, [s.train for s in batch.samples], current_step=batch.step)
     norm = prepared.norm()
     for i, sample in enumerate(batch.samples):
         logp = torch.as_tensor(sample.train.old_logp)

@@ -156,7 +156,7 @@ def _without_model(cfg: ObjectiveConfig, batch: StepBatch) -> dict[str, float]:
         cfg, **changes, max_staleness=batch.knobs.get("max_weight_staleness", cfg.max_staleness)
     )
     samples = [sample.train for sample in batch.samples]
-    prepared = prepare_batch(cfg, samples, current_version=batch.step)
+    prepared = prepare_batch(cfg, samples, current_step=batch.step)
     norm = prepared.norm()
     _, sums = policy_loss(cfg, prepared.micro_batch(range(len(samples)), prepared.fields["rollout_logp"]), norm)
     found = {**prepared.metrics, **finish(sums, norm, per_token=cfg.reduction == "per_token")}
