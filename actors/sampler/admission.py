@@ -86,7 +86,7 @@ def group_credits(
         limit=limit,
         over_sampling=over * group,
         still_needed=steps_left * batch * group + max(0, over - batch) * group,
-        engine_room=limit,
+        engine_room=limit,  # none of its own: who asks takes the less of this and what engines have
     )
     needed = min(steps_left, 1) * batch * group
     return whole_groups(free, untrained=untrained, coming=coming, unjudged=unjudged, needed=needed, group=group)
