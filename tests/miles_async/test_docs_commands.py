@@ -298,7 +298,7 @@ def desk(
         monkeypatch.chdir(here)
         monkeypatch.syspath_prepend(str(here))
         held_out: Tables = {
-            "eval": {"eval_prompt_data": ["held_out", f"{toy / 'prompts.jsonl'}@[0:12]"], "eval_interval": 10}
+            "eval": {"eval_prompt_data": ["held_out", f"{toy / 'prompts.jsonl'}@[0:12]"], "eval_interval": 5}
         }
         run = Run(here, merged(merged(toy_tables(toy, here), held_out), LIVE), warm, "quickstart")
         furnish(here, toy, toml_of(toy_tables(toy, here)))
@@ -342,6 +342,7 @@ def test_commands_about_a_run_answer_as_the_pages_show(desk: Desk) -> None:
         if done.returncode != 0 or not done.stdout.strip() or "ERR" in done.stdout:
             desk.wrong.append(f"{line}: {done.stdout}{done.stderr}")
     until("the worker's samples", lambda: "activated" in desk.said("worker"))
+    until("an evaluation in the view", lambda: "eval held_out" in desk.said("top"))
     [address] = re.findall(r"http://\S+", desk.said("console"))
     with build_opener(HTTPCookieProcessor()).open(address) as page:
         assert page.status == 200
