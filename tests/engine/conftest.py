@@ -118,7 +118,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     return pair
 
 
-@pytest.fixture(scope="session", params=["given"] if os.environ.get("MILES_ASYNC_TEST_ENGINE_URL") else FAMILIES)
+SERVED = ["given"] if os.environ.get("MILES_ASYNC_TEST_ENGINE_URL") else FAMILIES
+
+
+@pytest.fixture(scope="session", params=SERVED)
 def booted(
     request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, Path]], warm: Path | None
 ) -> Iterator[Target]:

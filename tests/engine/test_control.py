@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from actors.generation.engine import Chunk, EngineUnavailable, GenerateRequest, PauseMode, RequestRefused
 from actors.generation.sglang_client import SGLangClient
-from tests.engine.conftest import CONTROL_DEADLINE_S, Http, Target
+from tests.engine.conftest import CONTROL_DEADLINE_S, SERVED, Http, Target
 from tests.engine.processes import until_async
 
+# Of one family: what is done with requests at work is the scheduler's, and knows nothing of the model.
+pytestmark = pytest.mark.parametrize("booted", SERVED[:1], indirect=True, scope="session")
 PROMPT = [7, 12, 40, 3]
 LONG = 1200
 """Tokens of a request that outlives a few control calls by far."""

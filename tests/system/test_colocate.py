@@ -68,7 +68,7 @@ def test_a_run_that_is_stopped_saves_what_it_trained_and_goes_on(run_of: Launch)
     engines leave for good, so the trainer does not wait for them to save its last step. Before it a worker dies after it gave its
     memory for a turn, and nobody waits for it."""
     patient = {"launch": {"drain_timeout_s": 60.0}, "sglang": {"check_weight_update_equal": True, "use_router": True}}
-    run = run_of(merged(merged(SHARED, {"rollout": {"num_rollout": 12}, "ckpt": {"save_interval": 100}}), patient))
+    run = run_of(merged(merged(SHARED, {"rollout": {"num_rollout": 8}, "ckpt": {"save_interval": 100}}), patient))
     run.start(fault="generation-1:released:2:KILL")
     run.until("a death in a turn", lambda: run.struck)
     run.until_step(2)
