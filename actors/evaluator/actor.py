@@ -194,11 +194,10 @@ class Evaluator:
                     self._shown[key] = await self._pictures.put(prompt) or tuple(shown.place for shown in prompt.pictures)
             outs = [Out(EVAL_PROMPTS, self._task(start, number)) for number in range(start.offset, stop)]
             fault_point(self._context.name, "before_issue")
-            state = {}
-            if start.step in self._given_up:  # a step that is done again
-                self._given_up = tuple(step for step in self._given_up if step != start.step)
-                state = {GIVEN_UP: " ".join(map(str, self._given_up))}
+            given_up = tuple(step for step in self._given_up if step != start.step)
+            state = {} if given_up == self._given_up else {GIVEN_UP: " ".join(map(str, given_up))}  # a step that is done again
             await self._context.bus.commit(Commit(append=outs, state=state, guard=Guard("eval", before, then.text())))
+            self._given_up = given_up
             fault_point(self._context.name, "after_issue")
             self._began.setdefault(f"e{start.step}", self._context.clock.monotonic())
             self._issued = start = then
@@ -237,7 +236,7 @@ class Evaluator:
     async def handle(self, entry: Entry, member: Scored | RolloutLost) -> Commit | None:
         """Collect; with the last one, answer and acknowledge all in one commit."""
         group_id, number = member.group_id, index_of(member.sample_id)
-        if group_id in map("e{}".format, self._given_up):
+        if group_id in [f"e{step}" for step in self._given_up]:
             self._context.count("evaluation_given_up")
             return Commit(ack=(entry,))
         await self._expected(group_id, number)

@@ -366,6 +366,7 @@ def _digest(prompts: Iterable[Prompt]) -> str:
 
 
 def _crc(prompt: Prompt) -> int:
+    """Of text and label; never 0, which stands for one that is not known."""
     return crc32(_line(prompt)) or 1
 
 

@@ -162,7 +162,7 @@ class Trainer:
             await self._lender.take()
             waited = context.clock.monotonic()
             facts = tasks.create_task(asyncio.to_thread(facts_of, batch.groups, step=self._version.step, bound=batch.bound))
-            with context.finishing(STEP_ENDS):  # said on the bus too: until then it would be trained again
+            with context.finishing(STEP_ENDS):  # until the bus knows of the step: a trainer killed before that repeats it
                 result = await self._step(batch, tasks)
                 trained = context.clock.monotonic()
                 if result is None:

@@ -291,8 +291,9 @@ def test_a_tracker_that_is_late_for_the_end_of_the_run_tells_nobody():
 
     async def run():
         await asyncio.to_thread(from_thread, asyncio.get_running_loop(), tell())
-        while not told:  # noqa: ASYNC110 - it comes in one of the next turns of the loop
-            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while not told:  # noqa: ASYNC110 - it comes in one of the next turns of the loop
+                await asyncio.sleep(0)
         return asyncio.get_running_loop()
 
     from_thread(asyncio.run(run()), late := tell())

@@ -4,7 +4,7 @@ Read in this order: config, samples, prepare, prepared (once per rollout batch),
 metrics.
 The trainer's loop is
 
-    prepared = prepare_batch(cfg, samples, current_step=v)
+    prepared = prepare_batch(cfg, samples, current_step=n)
     norm = prepared.norm(step)                                   # per optimizer step
     for ids in micro_batches:
         loss, sums = policy_loss(cfg, prepared.micro_batch(ids, new_logp), norm)
