@@ -52,6 +52,8 @@ class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     dppo_divergence: Literal["tv", "kl"]
     dppo_delta: float
     """Trust region of the divergence mask, in probability (tv) or nats (kl; 0.05 is usual)."""
+    dppo_cap: float
+    """Upper bound of dppo's ratio."""
 
     use_kl_loss: bool
     kl_loss_coef: float

@@ -152,7 +152,6 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("tis_lower_bound", lambda v: 1.0 / v["tis_upper_bound"]),
     ("rs_lower_bound", lambda v: v["tis_lower_bound"]),
     ("rs_upper_bound", lambda v: v["tis_upper_bound"]),
-    ("disable_grpo_std_normalization", lambda v: v["n_samples_per_prompt"] == 1),
     ("calculate_per_token_loss", lambda v: v.get("loss_agg_mode") == TOKEN_MEAN),
     ("loss_agg_mode", lambda v: TOKEN_MEAN if v["calculate_per_token_loss"] else "seq-mean-token-mean"),
     ("loss_scale_factor", lambda v: v["rollout_max_response_len"] if v["loss_agg_mode"] == CONSTANT_SUM else None),

@@ -1,5 +1,6 @@
 """(pure) Rules of what the policy is trained towards: corrections of off-policy data, KL, advantages."""
 
+from actors.trainer.objective_estimators import ESTIMATORS
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import Flat
 
@@ -66,6 +67,23 @@ def whitening_where_it_is_part_of_the_estimator(s: Flat) -> None:
         raise s.refusal("normalize_advantages", why, "Leave out --no-normalize-advantages.")
 
 
+def a_group_has_something_to_compare(s: Flat) -> None:
+    """A reward less the mean of its group is 0 where the group is itself. Whatever else makes the advantage or the loss is asked
+    for by name."""
+    elsewhere = s.supervised or s.debug_rollout_only or s.disable_rewards_normalization or s.use_opd
+    hooks = (
+        s.custom_advantage_function_path,
+        s.custom_loss_function_path,
+        s.custom_reward_post_process_path,
+        s.custom_convert_samples_to_train_data_path,
+    )
+    if s.n_samples_per_prompt == 1 and s.estimator.baseline and not elsewhere and not any(hooks):
+        why = f"{s.advantage_estimator} compares a sample with others of its group: of one, every advantage is 0"
+        alone = ", ".join(name for name, record in ESTIMATORS.items() if not (record.baseline or record.teacher))
+        remedy = f"Set it to 2 or more, or --advantage-estimator to one of {alone}, or --disable-rewards-normalization."
+        raise s.refusal("n_samples_per_prompt", why, remedy)
+
+
 RULES = (
     one_correction_at_most,
     correction_bounds_are_ordered,
@@ -73,4 +91,5 @@ RULES = (
     rejection_belongs_to_mis,
     one_kl_at_most,
     whitening_where_it_is_part_of_the_estimator,
+    a_group_has_something_to_compare,
 )

@@ -199,7 +199,7 @@ def test_the_old_actor_is_a_correction_for_whoever_asks() -> None:
         ({"max_weight_staleness": 2000}, {"use_tis": True}, "must be a whole number >= 0 and <= 1024"),
         ({"rollout_max_response_len": 2048}, {"rollout_max_context_len": 2048}, "leaves no space for a prompt"),
         ({"kl_loss_coef": 0.1}, {}, "--use-kl-loss"),
-        ({"dynamic_sampling_filter_path": "nonzero_std"}, {"n_samples_per_prompt": 1}, "drops every group"),
+        ({"dynamic_sampling_filter_path": "nonzero_std"}, {"n_samples_per_prompt": 1, "advantage_estimator": "ppo"}, "drops every"),
         ({"dynamic_sampling_filter_path": "os.system"}, {}, "cannot be given to a running run"),
         ({"eval_interval": 5}, {}, "eval_prompt_data is empty"),
         ({"lr": 1e-9}, {"min_lr": 1e-7}, "min_lr = 1e-07: above lr"),

@@ -132,7 +132,7 @@ def test_a_string_field_takes_any_word_literally(tmp_path):
         ("[sglang]\nsglang_mem_fraction_static = 0.7", "", ("the table server_args of [sglang], as mem-fraction-static",)),
         ("[perf]\nrecompute_granularity = 'full'", "", ("the table megatron of [parallel], as recompute_granularity",)),
         ("", "--eps-clip-c 0.5", ("--eps-clip-c = '0.5'", "> 1")),
-        ("", "--eps-clip 1", ("--eps-clip = '1'", "> 0 and < 1")),
+        ("", "--eps-clip 1.01", ("--eps-clip = '1.01'", "> 0 and <= 1")),
     ],
 )
 def test_a_wrong_word_is_refused_with_field_value_and_remedy(tmp_path, extra, flags, words):

@@ -167,8 +167,10 @@ def test_settings_reach_the_trainer() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"policy_loss": "dppo", "dppo_divergence": "kl", "dppo_delta": 0.05, "max_weight_staleness": 1},
-         {"policy_loss": "dppo", "dppo_divergence": "kl", "dppo_delta": 0.05}),
+        ({"policy_loss": "dppo", "dppo_divergence": "kl", "dppo_delta": 0.05, "dppo_cap": 5.0, "max_weight_staleness": 1},
+         {"policy_loss": "dppo", "dppo_divergence": "kl", "dppo_delta": 0.05, "dppo_cap": 5.0}),
+        ({"policy_loss": "dppo"}, {"dppo_cap": 20.0}),
+        ({"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0}, {"eps_clip": 1.0, "clip_high": 4.0}),
         ({"use_decoupled_loss": True, "decoupled_cap": 3.0}, {"correction": "decoupled", "decoupled_cap": 3.0}),
         ({"use_tis": True, "get_mismatch_metrics": True}, {"correction": "tis", "report_only": True, "use_tis": False}),
         ({"use_tis": True}, {"report_only": False}),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.trainer.objective_estimators import ESTIMATORS
 from miles_async.launcher.engines import engine_specs
 from miles_async.launcher.place import Place
 from miles_async.settings.checks import check_model
@@ -94,7 +95,11 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
             ("normalize_advantages", "reinforce_plus_plus"),
         ),
         (
-            {"n_samples_per_prompt": 1, "dynamic_sampling_filter_path": "check_reward_nonzero_std"},
+            {
+                "n_samples_per_prompt": 1,
+                "advantage_estimator": "reinforce_plus_plus",
+                "dynamic_sampling_filter_path": "check_reward_nonzero_std",
+            },
             ("dynamic_sampling_filter_path", "n_samples_per_prompt"),
         ),
         (
@@ -200,9 +205,37 @@ def test_open_groups_always_hold_at_least_one_version(bound, batch, interval, ah
     assert batch * interval <= s.flat.max_open_groups <= (bound + 1) * batch * interval
 
 
-def test_single_samples_turn_off_what_needs_siblings():
-    s = make(n_samples_per_prompt=1)
-    assert s.grpo.disable_grpo_std_normalization
+@pytest.mark.parametrize("estimator", sorted(name for name, record in ESTIMATORS.items() if record.baseline))
+def test_a_group_of_one_has_nothing_to_be_compared_with(estimator):
+    with pytest.raises(SettingsError) as refusal:
+        make(n_samples_per_prompt=1, advantage_estimator=estimator)
+    said = str(refusal.value)
+    assert refusal.value.field == "n_samples_per_prompt" and "\n" not in said
+    for words in (f"n_samples_per_prompt = 1: {estimator} compares", "every advantage is 0", "2 or more", "ppo",
+                  "--disable-rewards-normalization"):  # fmt: skip
+        assert words in said
+    assert make(n_samples_per_prompt=2, advantage_estimator=estimator).rollout.n_samples_per_prompt == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"advantage_estimator": "ppo"},
+        {"advantage_estimator": "on_policy_distillation", "opd_teacher_urls": ["http://t:1"]},
+        {"use_opd": True, "opd_teacher_urls": ["http://t:1"]},
+        {"disable_rewards_normalization": True},
+        {"custom_advantage_function_path": "a.advantage"},
+        {"custom_loss_function_path": "a.loss"},
+        {"custom_reward_post_process_path": "a.rewards"},
+        {"custom_convert_samples_to_train_data_path": "a.data"},
+        {"debug_rollout_only": True},
+        {"loss_type": "sft", "rm_type": None},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_group_of_one_is_trained_where_nothing_is_compared(fields):
+    s = make(n_samples_per_prompt=1, max_weight_staleness=0, **fields)
     assert s.rollout.dynamic_sampling_filter_path == "none"
 
 

@@ -22,7 +22,7 @@ def _numbers(x: Any) -> Any:
     return float(x) if x in ("nan", "inf", "-inf") else x
 
 
-def _cases(topic: str) -> list[dict[str, Any]]:
+def cases(topic: str) -> list[dict[str, Any]]:
     loaded = json.loads((VECTORS / f"{topic}.json").read_text())["cases"]
     for case in loaded:
         for part in ("inputs", "expected", "defect_info"):
@@ -34,8 +34,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     topics = getattr(metafunc.module, "ORACLE", ())
     if not topics or "case" not in metafunc.fixturenames:
         return
-    cases = [c for topic in topics for c in _cases(topic)]
-    metafunc.parametrize("case", cases, ids=[c["id"] for c in cases])
+    chosen = [c for topic in topics for c in cases(topic)]
+    metafunc.parametrize("case", chosen, ids=[c["id"] for c in chosen])
     if "dtype" in metafunc.fixturenames:
         metafunc.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 

@@ -102,6 +102,18 @@ def test_dppo_blocks_only_updates_that_leave_the_trust_region():
     assert report["pg_clipfrac"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("far", [5.0, 30.0], ids=["within the hold", "beyond it"])
+def test_dppo_caps_the_pull_of_a_token_that_moves_back(far):
+    cfg = check(objective_of(policy_loss="dppo", dppo_cap=3.0))
+    old = torch.full((4,), -40.0, dtype=torch.float64)
+    new = old + torch.tensor([0.5, 0.0, far, math.log(2.5)], dtype=torch.float64)
+    loss, grad, report, prepared = one_step(cfg, new, old)
+    assert prepared.advantages[0] > 0 > prepared.advantages[2]
+    weights = torch.tensor([math.exp(0.5), 1.0, 3.0, 2.5], dtype=torch.float64)  # too rare to be blocked
+    assert grad.tolist() == pytest.approx((-weights * prepared.advantages / 4).tolist())
+    assert loss == pytest.approx(float((-weights * prepared.advantages).sum() / 4)) and report["pg_clipfrac"] == 0
+
+
 def test_binary_divergences_match_their_definitions():
     p, q = (torch.tensor([x, 1.0], dtype=torch.float64).log() for x in (0.3, 0.2))
     kl = 0.2 * math.log(0.2 / 0.3) + 0.8 * math.log(0.8 / 0.7)

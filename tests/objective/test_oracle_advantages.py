@@ -10,8 +10,12 @@ import torch
 from actors.trainer.objective.advantages import AdvantageInputs, advantage_of, opd_penalty
 from actors.trainer.objective.segments import sample_index, whiten
 from tests.declared import objective_of
+from tests.objective.conftest import cases
 
 ORACLE = ("advantages",)
+OTHER_READING = "advantages/rfpp_gamma09_klcoef0"
+"""The one vector that does not apply: Miles discounts REINFORCE++ over masked positions too, and this is the only one with both
+gamma < 1 and holes in the masks. A token of a tool is no step of the policy; verl and our own GAE leave it out."""
 
 
 def packed(rows, dtype):
@@ -69,7 +73,34 @@ def test_advantages_match_the_oracle(case, dtype, agree, ragged):
             run(case, dtype, ragged)
         return
     got = run(case, dtype, ragged)
+    if case["id"] == OTHER_READING:
+        with pytest.raises(AssertionError, match="advantages"):
+            agree(case, got, dtype)
+        return
     checked = agree(case, got, dtype)
     assert set(checked) >= set(case["must_match"]) - {"raises"}
     if case["defect"]:
         assert set(checked) >= set(case["defect_info"]["right"])
+
+
+def steps_of(mask, charges, reward, gamma):
+    """G_k of one sample, by position: the recursion over trained tokens, 0 at the others."""
+    out, carry, last = [0.0] * len(mask), 0.0, max((i for i, m in enumerate(mask) if m), default=-1)
+    for i in reversed(range(len(mask))):
+        if mask[i]:
+            out[i] = carry = (reward if i == last else 0.0) - charges[i] + gamma * carry
+    return out
+
+
+@pytest.mark.parametrize("name", ["rfpp_gamma09_klcoef0", "rfpp_masked_tokens_charged_kl", "rfpp_fully_masked_sample_raises"])
+def test_masked_tokens_are_no_time_steps_of_reinforce_plus_plus(name, ragged):
+    [case] = [c for c in cases("advantages") if c["id"] == f"advantages/{name}"]
+    p, x = case["params"], case["inputs"]
+    assert any(0 in mask for mask in x["loss_masks"])
+    for gamma in (p["gamma"], 0.5):
+        want = []
+        for mask, old, ref, reward in zip(x["loss_masks"], x["log_probs"], x["ref_log_probs"], x["rewards"], strict=True):
+            charges = [p["kl_coef"] * (o - r) for o, r in zip(old, ref, strict=True)]  # k1
+            want.append(pytest.approx(steps_of(mask, charges, reward, gamma), abs=1e-12))
+        got = run_estimator({**case, "params": {**p, "gamma": gamma}}, torch.float64, ragged)
+        assert got["returns"] == want and got["advantages"] == want

@@ -74,12 +74,22 @@ def broadcast(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]
     return a, a.clone()
 
 
-def discounted(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """REINFORCE++: A_t = G_t = rho_t + gamma G_{t+1} over all positions, masked ones included as time steps. arXiv 2501.03262.
+def _over_steps(x: AdvantageInputs, per_step: Tensor, factor: float) -> Tensor:
+    """G_k = x_k + factor G_{k+1} over each sample's trained tokens: tokens of tools and environments are no steps of the policy.
+    per_step float [K], K trained tokens of all samples -> float64 [K]."""
+    return reverse_scan(per_step, segment_sum(x.mask.to(torch.int64), x.index, x.lengths.numel()), factor)
 
-    A sample with nothing trained gets zeros.
-    """
-    g = reverse_scan(_shaped_rewards(cfg, x), x.lengths, cfg.gamma)
+
+def _at_trained(x: AdvantageInputs, per_step: Tensor) -> Tensor:
+    """[K] -> [T], 0 at masked tokens."""
+    out = torch.zeros(x.mask.numel(), dtype=per_step.dtype, device=per_step.device)
+    out[x.mask] = per_step
+    return out
+
+
+def discounted(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """REINFORCE++, over trained tokens only, k = 0..K-1: A_k = G_k = rho_k + gamma G_{k+1}; masked tokens 0. arXiv 2501.03262."""
+    g = _at_trained(x, _over_steps(x, _shaped_rewards(cfg, x)[x.mask], cfg.gamma))
     return g, g.clone()
 
 
@@ -95,15 +105,10 @@ def gae(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:
     values = needed(x.values, "values", "advantage_estimator=ppo").to(torch.float64)
     rho = _shaped_rewards(cfg, x)[x.mask]
     index, v = x.index[x.mask], values[x.mask]
-    lengths = segment_sum(torch.ones_like(index), index, x.lengths.numel())
     v_next = torch.zeros_like(v)
     v_next[:-1] = torch.where(index[1:] == index[:-1], v[1:], 0.0)
-    a = reverse_scan(rho + cfg.gamma * v_next - v, lengths, cfg.gamma * cfg.lambd)
-    advantages = torch.zeros(x.mask.numel(), dtype=torch.float64, device=v.device)
-    returns = advantages.clone()
-    advantages[x.mask] = a
-    returns[x.mask] = a + v
-    return advantages, returns
+    a = _over_steps(x, rho + cfg.gamma * v_next - v, cfg.gamma * cfg.lambd)
+    return _at_trained(x, a), _at_trained(x, a + v)
 
 
 def distilled(cfg: ObjectiveConfig, x: AdvantageInputs) -> tuple[Tensor, Tensor]:

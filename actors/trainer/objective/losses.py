@@ -108,13 +108,15 @@ def binary_divergence(kind: str, new_logp: Tensor, old_logp: Tensor) -> Tensor:
 
 
 def dppo(cfg: ObjectiveConfig, t: Terms) -> TokenLoss:
-    """-M r A, M = 0 where the update would leave the trust region further: the binary divergence exceeds
-    dppo_delta and the ratio already moved in the advantage's direction. DPPO, arXiv 2602.04879."""
-    ratio = ratio_of(t.log_ratio)
-    with torch.no_grad():
-        outward = torch.where(t.advantages > 0, ratio > 1, ratio < 1) & (t.advantages != 0)
-        blocked = outward & t.usable & (binary_divergence(cfg.dppo_divergence, t.new_logp, t.old_logp) > cfg.dppo_delta)
-    return TokenLoss(keep(~blocked, -ratio * t.advantages), blocked, t.log_ratio)
+    """-M w A with w = min(r, dppo_cap) and gradient -M sg(w) A grad log pi. M = 0 where the update would leave the trust region
+    further: the binary divergence exceeds dppo_delta and the ratio already moved in the advantage's direction.
+    DPPO, arXiv 2602.04879."""
+    ratio = ratio_of(t.log_ratio.detach())
+    outward = torch.where(t.advantages > 0, ratio > 1, ratio < 1) & (t.advantages != 0)
+    blocked = outward & t.usable & (binary_divergence(cfg.dppo_divergence, t.new_logp, t.old_logp) > cfg.dppo_delta)
+    logp = t.new_logp.nan_to_num(neginf=-LOG_RATIO_LIMIT)
+    surrogate = 1.0 + logp - logp.detach()  # 1, with the gradient of log pi: the cap bounds a token's pull and does not end it
+    return TokenLoss(keep(~blocked, -ratio.clamp(max=cfg.dppo_cap) * t.advantages * surrogate), blocked, t.log_ratio)
 
 
 def nll(cfg: ObjectiveConfig, t: Terms) -> TokenLoss:

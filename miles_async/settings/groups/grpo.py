@@ -30,6 +30,9 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     dppo_delta: Annotated[
         float, doc("For policy_loss dppo: how far a token may move; 0.05 is usual with dppo_divergence kl.", gt=0, ours=True)
     ] = 0.15
+    dppo_cap: Annotated[
+        float, doc("For policy_loss dppo: upper bound of the ratio, for tokens that move back from far.", ge=1, ours=True)
+    ] = 20.0
     global_batch_size: Annotated[
         int,
         doc(
@@ -59,7 +62,9 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             "global_batch_size or num_steps_per_rollout than what this gives."
         ),
     ] = False
-    eps_clip: Annotated[float, doc("PPO clip range below 1.", live="next step (trainer)", gt=0, lt=1)] = 0.2
+    eps_clip: Annotated[
+        float, doc("PPO clip range below 1; 1 leaves no lower bound (CISPO's paper).", live="next step (trainer)", gt=0, le=1)
+    ] = 0.2
     eps_clip_high: Annotated[
         float,
         doc(
@@ -165,12 +170,8 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     no_correction: Annotated[bool, doc("Allow max_weight_staleness above 0 without any off-policy correction.", ours=True)] = False
 
     disable_grpo_std_normalization: Annotated[
-        bool,
-        doc(
-            "Do not divide advantages by the group's standard deviation (Dr. GRPO, with loss_agg_mode).",
-            derived="true when n_samples_per_prompt is 1",
-        ),
-    ]
+        bool, doc("Do not divide advantages by the group's standard deviation (Dr. GRPO, with loss_agg_mode).")
+    ] = False
     disable_rewards_normalization: Annotated[bool, doc("Do not subtract the group's mean reward.")] = False
     normalize_advantages: Annotated[
         bool,
