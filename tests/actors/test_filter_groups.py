@@ -120,6 +120,22 @@ def test_a_reward_that_is_none_is_no_basis_for_anybody() -> None:
     assert table.half.known == {1: 1.0, 4: 0.25} and table.half.basis() == {1: 1.0}
 
 
+def test_a_first_part_with_one_usable_reward_is_split_all_the_same() -> None:
+    table = Table(member(0, math.nan), member(1, 1.0))
+    basis = table.half.basis(tipped_by=1)
+    assert basis == {1: 1.0}, "its own, where no other is left"
+    table.release(table.half, (0, 1), basis)
+    assert table.half.split
+    table.put(member(2, 0.5))
+    assert leaves(table, "split", 0), "it is late"
+
+
+def test_tokens_of_a_lost_future_age_a_group_that_has_others_too() -> None:
+    table = Table(member(0, steps=(1, 6)), member(1, steps=(2,)))
+    assert [table.half.age(step) for step in range(1, 8)] == [5, 4, 3, 3, 4, 5, 6]
+    assert leaves(table, "split", 2)
+
+
 def test_groups_leave_in_the_order_of_their_ids() -> None:
     table = Table()
     for name in ("g3", "g0"):

@@ -98,3 +98,15 @@ async def test_no_batch_mixes_two_versions(redis_url: str, run_name: str) -> Non
         assert given_up.groups == (("g3", "reward_version"),) and given_up.prompts == ("p3",) and given_up.reissue
         assert (await read_accounts(bus)).dropped == {"reward_version": 3}
         await closes(bus)
+
+
+async def test_versions_are_trained_in_the_order_of_their_age(redis_url: str, run_name: str) -> None:
+    knobs = SPLIT | {"staleness_policy": "whole", "rollout_batch_size": 2}
+    async with open_bus(redis_url, run_name, knobs=knobs) as bus, trainer_of(bus) as trainer:
+        await arrive(bus, *(of_version(kept(g, 0, 1, 2), 1) for g in (1, 2)))
+        await arrive(bus, *(kept(g, 0, 1, 2) for g in (3, 4)))
+        await swap(bus, trainer.context, 2)
+        await arrive(bus, *(of_version(kept(g, 0, 1, 2), 2) for g in (5, 6)))
+        order = [{s.partition("/")[0] for s in await trainer.train()} for _ in range(3)]
+        assert order == [{"g3", "g4"}, {"g1", "g2"}, {"g5", "g6"}]
+        await closes(bus)

@@ -194,6 +194,14 @@ async def test_a_checkpoint_counts_what_it_holds_as_trained(redis_url: str, run_
         assert (state.ledger["issued"], state.ledger["trained"], state.ledger["tokens/trained"]) == (6, 6, 12)
 
 
+async def test_a_checkpoint_names_the_one_before_it(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    async with trained_once(redis_url, run_name, tmp_path) as (_, trainer, saver):
+        await saved(saver, Files())
+        await trainer.train()
+        await saved(saver, Files(), step=2)
+        assert [read_bus_state(tmp_path, step, fingerprint="f").after for step in (1, 2)] == [0, 1]
+
+
 async def test_one_checkpoint_is_written_at_a_time(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with trained_once(redis_url, run_name, tmp_path) as (_, _, saver):
         go_on, durable = threading.Event(), []

@@ -78,6 +78,18 @@ async def test_a_second_entry_of_a_group_that_is_here_is_forgotten(redis_url: st
         assert (await read_accounts(bus)).trained == 3
 
 
+async def test_what_earlier_checkpoints_hold_is_known_when_it_comes_again(redis_url: str, run_name: str) -> None:
+    async with open_bus(redis_url, run_name, knobs=WHOLE) as bus, trainer_of(bus) as trainer:
+        for group in (1, 2, 3):
+            await arrive(bus, kept(group, 0, 1, 2))
+            await trainer.train()
+            await trainer.intake.acknowledge(group, None)
+        await put(bus, GROUPS, kept(1, 0, 1, 2))
+        await take_all(trainer)
+        assert (trainer.intake.n_ready, await bus.length(GROUPS), await bus.length(DEAD)) == (0, 0, 0)
+        assert (await read_accounts(bus)).trained == 9
+
+
 @pytest.mark.parametrize("trained", [False, True])
 async def test_a_group_whose_entry_the_server_forgot_goes_on_under_the_new_one(
     redis_url: str, run_name: str, trained: bool

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.runtime.run import RunEnds
 from actors.trainer.batches import PATIENCE_S, Batches
 from bus.knobs.live import propose
-from bus.messages.groups import OpenGroup
+from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.policy import GroupsGivenUp
+from bus.messages.versions import VersionSpan
 from bus.topology import EVENTS, GROUPS, POLICY
 from tests.actors.house import messages, open_bus
 from tests.actors.test_trainer_parts import SPLIT, N, Trainer, arrive, kept, trainer_of
@@ -184,3 +186,31 @@ async def test_the_filters_word_about_the_version_before_does_not_do(redis_url: 
             await trainer.next()
         await arrive(bus, turned=1)
         assert await trainer.train() == ("g1/0", "g1/1", "g1/2")
+
+
+def begun_early(group: int, step: int) -> GroupKept:
+    """A group whose samples have one token of step 0 and one of `step`."""
+    whole = kept(group, 0, 1, 2)
+    spans = (VersionSpan(1, 0, 1), VersionSpan(step + 1, step, 1))
+    samples = []
+    for one in whole.samples:
+        response = msgspec.structs.replace(one.rollout.response, spans=spans)
+        samples.append(msgspec.structs.replace(one, rollout=msgspec.structs.replace(one.rollout, response=response)))
+    return msgspec.structs.replace(whole, samples=tuple(samples))
+
+
+async def test_a_lowered_bound_explains_what_waits_until_the_last_of_it_can_have_been_trained(
+    redis_url: str, run_name: str
+) -> None:
+    """Bound 4 to 1 at step 1, batches of 3: of 15 open samples 9 are too many, three batches; and the bound of 1 after those."""
+    async with open_bus(redis_url, run_name, knobs=SPLIT | {"max_weight_staleness": 4}) as bus, trainer_of(bus) as trainer:
+        await arrive(bus, kept(1, 0, 1, 2), turned=0)
+        await trainer.train()
+        made = await propose(bus, {"max_weight_staleness": 1}, author="me", reason="test")
+        await trainer.context.live_knobs.reach(made.epoch)
+        late = iter(range(2, 8))
+        for step in range(1, 6):
+            assert await told(bus, "bound reached") == []
+            await arrive(bus, *(begun_early(next(late), step) for _ in range(2 if step == 1 else 1)), turned=step)
+            await trainer.train()  # one group is always left behind
+        assert len(await told(bus, "bound reached")) == 1 and await told(bus, "bound not kept") == []

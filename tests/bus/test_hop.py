@@ -7,10 +7,11 @@ import asyncio
 import pytest
 from redis.exceptions import ResponseError
 
-from bus import Bus, BusConfig, Commit, Entry, Out, Reader
+from bus import Bus, BusConfig, Commit, Entry, Out, Reader, ledger
 from bus.errors import BusFull, DeadlineExceeded, InvariantBroken
 from bus.messages.codec import encode
 from bus.messages.policy import Checkpointed
+from bus.messages.versions import VersionSpan
 from bus.server import EmbeddedRedis
 from bus.streams.hop import Placed, hop_args, id_key
 from bus.streams.link import refuses_writes, translate
@@ -160,12 +161,13 @@ async def test_a_message_whose_body_is_gone_is_not_appended(redis_url, run_name,
         await reader.close()
 
 
-async def script_call(bus: Bus, mark: int, *commits: Commit) -> list[bytes]:
-    """What the script answers to these commits, sent as call `mark` of one sender: the first word for each."""
+async def script_call(bus: Bus, mark: int, *commits: Commit, bound: int = 0) -> list[bytes]:
+    """What the script answers to these commits, sent as call `mark` of one sender: the first word for each. `bound`: bytes of a
+    stream."""
     named, sections = [], []
     for commit in commits:
         placed = [Placed(out, encode(out.message)) for out in commit.append]
-        keys, args = hop_args(commit, placed, keys=bus.keys, stream_keys=bus._stream_keys, bound=0)
+        keys, args = hop_args(commit, placed, keys=bus.keys, stream_keys=bus._stream_keys, bound=bound)
         named += keys
         sections += args
     keys = [*bus._fixed_keys, *named]
@@ -202,3 +204,29 @@ async def test_a_log_takes_no_room_of_the_bound(redis_url, run_name):
         assert (await bus.commit(Commit(append=(Out(POLICY, saved), Out(PROMPTS, a_task()))))).done
         held = await bus.hash_of(bus.keys.in_flight_bytes)
         assert int(held[bus.keys.stream("prompts")]) > 0 and not int(held.get(bus.keys.stream("policy"), 0))
+
+
+async def test_what_has_its_effect_in_the_second_try_has_none_in_the_third(redis_url, run_name):
+    """Two replies were lost, and the first try of one commit found no room."""
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await publish(bus, 2)
+        held = int((await bus.hash_of(bus.keys.in_flight_bytes))[bus.keys.stream("prompts")])
+        reader, entries = await read_all(bus, 2)
+        both = Commit(append=(Out(PROMPTS, a_task()),)), Commit(append=(Out(ROLLOUTS, a_rollout(a_task())),))
+        bound = held + held // 4  # two and a half prompts
+        assert await script_call(bus, 1, *both, bound=bound) == [b"full", b"ok"]
+        assert (await bus.commit(Commit(ack=entries))).done
+        assert await script_call(bus, 1, *both, bound=bound) == [b"ok", b"done"]
+        assert await script_call(bus, 1, *both, bound=bound) == [b"done", b"done"]
+        assert (await bus.length(PROMPTS), await bus.length(ROLLOUTS)) == (1, 1)
+        await reader.close()
+
+
+async def test_accounts_of_versions_are_folded_up_to_the_edge_also_where_it_is_not_known_what_was(redis_url, run_name):
+    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
+        await bus.commit(Commit(ledger=ledger.generated("w", (VersionSpan(1000, 1, 5),))))
+        await bus.commit(Commit(ledger=ledger.generated("w", (VersionSpan(1001, 2, 7),))))
+        await bus.link.run("HDEL", bus.keys.state, "folded")  # as after a lost bus
+        await bus.commit(Commit(ledger=ledger.generated("w", (VersionSpan(1064, 3, 1),))))
+        accounts = await ledger.read_accounts(bus)
+        assert accounts.tokens_by_version == {ledger.OLDER: 5, 1001: 7, 1064: 1}

@@ -166,6 +166,12 @@ async def test_an_entry_of_a_closed_group_is_named(bus: Bus) -> None:
     assert (await ledger.check(bus)).extra == ("g-never-issued/0",)
 
 
+def test_an_entry_of_a_closed_group_is_named_however_many_samples_it_holds() -> None:
+    for samples in (1, 3):
+        seen = audit(Accounts(), {}, {GROUPS.name: [Found("1-0", "g1", "g1", samples=samples)]})
+        assert (seen.extra, seen.closes, seen.located) == (("g1",), False, {GROUPS.name: samples})
+
+
 async def test_a_sample_in_two_entries_is_named(bus: Bus) -> None:
     await issue(bus, "g1", 2)
     await bus.append([Out(ROLLOUTS, a_rollout(a_task(1, "g1", n_samples=2), 0))])

@@ -198,6 +198,15 @@ def test_a_veto_threshold_of_0_vetoes_nothing(level):
     assert report["mis_rejected_fraction"] > 0, "the bounds still reject"
 
 
+def test_a_return_that_is_too_large_costs_its_group_though_the_advantage_is_small():
+    cfg = objective_of(advantage_estimator="ppo", normalize_advantages=False)
+    large = float(np.float32(1e16))
+    samples = [sample("good", n=1, group="good", values=[0.5]), sample("bad", n=1, group="bad", reward=large, values=[large])]
+    prepared = prepare_batch(cfg, samples)
+    assert prepared.advantages.tolist() == [0.5, 0.0]
+    assert prepared.flags["nonfinite_advantage"] == ["bad"] and prepared.counts.tolist() == [1, 0]
+
+
 def opd(teacher):
     return [
         sample("good/0", reward=0.0, group="good", teacher_logp=np.full(4, -1.5)),

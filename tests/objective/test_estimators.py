@@ -21,6 +21,7 @@ from actors.trainer.objective import (
 )
 from actors.trainer.objective.advantages import advantage_of
 from actors.trainer.objective.corrections import interpolated_proximal
+from actors.trainer.objective.kl import approx_kl
 from actors.trainer.objective.losses import POLICY_LOSSES, binary_divergence
 from actors.trainer.objective.metrics import length_bias
 from actors.trainer.objective.rewards import baseline_of, normalize_group_rewards
@@ -123,10 +124,10 @@ def test_binary_divergences_match_their_definitions():
 
 def test_decoupled_weights_bring_the_gradient_back_to_the_behaviour_policy():
     rollout = torch.tensor([-1.0, -3.0, -1.0, -1.0], dtype=torch.float64)
-    old = torch.tensor([-1.5, -1.0, -1.0, -1.0], dtype=torch.float64)
+    old = torch.tensor([-1.5, -1.0, -1.0, -4.0], dtype=torch.float64)
     cfg = check(objective_of(correction="decoupled", decoupled_cap=4.0))
     _, grad, report, prepared = one_step(cfg, old, old, rollout=rollout)  # new == old: ratio 1, weight prox/behaviour
-    weights = torch.tensor([math.exp(-0.5), 4.0, 1.0, 1.0])
+    weights = torch.tensor([math.exp(-0.5), 4.0, 1.0, math.exp(-3.0)])  # no lower bound
     assert grad.tolist() == pytest.approx((-weights * prepared.advantages / 4).tolist())
     assert report["tis_clipfrac"] == pytest.approx(0.25)
 
@@ -170,6 +171,13 @@ def test_kl_coefficient_zero_only_monitors():
         loss.backward()
         grads.append(new.grad)
     assert torch.equal(*grads) and sums["kl_loss"] > 0
+
+
+def test_low_var_kl_is_held_only_after_the_unbiased_factor():
+    new, old, ref = (torch.tensor([x], dtype=torch.float64) for x in (-5.0, -2.0, -1.0))
+    plain = math.exp(4) - 1 - 4
+    assert approx_kl("low_var_kl", new, ref).item() == 10.0 < plain
+    assert approx_kl("low_var_kl", new, ref, old).item() == pytest.approx(plain * math.exp(-3))
 
 
 def test_length_bias_has_a_sign():

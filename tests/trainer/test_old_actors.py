@@ -86,3 +86,19 @@ def test_as_many_weights_are_kept_as_the_live_bound_reaches_back(make_backend: B
     for step, (bound, kept) in enumerate(((2, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (1, (3,)), (0, ()))):
         backend.train_step(make_batch(step, step=step, max_weight_staleness=bound))
         assert backend.core.old_actors.steps == kept
+
+
+def test_tokens_of_weights_that_were_not_kept_take_the_newest_before_them(make_backend: Backend, make_batch: Batch) -> None:
+    backend = make_backend(objective=STALE | {"max_staleness": 3}, lr=0.02)
+    batch = make_batch(7, step=3)
+    for sample in batch.samples:
+        sample.train.spans = [(0, sample.train.response_length)]
+    behaved(backend, batch)  # the weights of step 0 made them
+    for step in (0, 2):
+        backend.train_step(make_batch(step, step=step))
+    assert backend.core.old_actors.steps == (0, 2)
+    for sample in batch.samples:
+        sample.train.spans = [(1, sample.train.response_length)]
+    result = backend.train_step(batch)
+    assert result.flags["old_actor_gone"] == [s.train.sample_id for s in batch.samples]
+    assert result.metrics["train/tis_abs"] < 1e-5

@@ -61,6 +61,22 @@ async def test_a_refused_change_is_undone_and_the_step_is_done(
         assert event.kind == "knobs refused" and "eps_clip = 0.9 is not for this run" in event.text
 
 
+async def test_what_others_have_changed_meanwhile_is_not_undone(
+    redis_url: str,
+    run_name: str,
+    make_backend: Callable[..., TorchBackend],
+    make_batch: Callable[..., StepBatch],
+) -> None:
+    async with open_bus(redis_url, run_name) as bus:
+        await propose(bus, {"eps_clip": 0.9, "clip_grad": 2.0}, author="me")
+        await propose(bus, {"clip_grad": 3.0}, author="me")
+        async with following(bus, epoch=2) as context:
+            knobs = context.knobs.live | {"max_weight_staleness": 1, "clip_grad": 2.0}
+            await TunedSteps(context, make_backend(objective=HOOK), in_thread).train(make_batch(1, **knobs), 1)
+        last = (await read_history(bus))[-1]
+        assert (last.epoch, last.values, last.author) == (3, {"eps_clip": 0.2}, "trainer")
+
+
 async def test_a_batch_that_is_refused_under_all_settings_leaves_them_alone(
     redis_url: str, run_name: str, make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
 ) -> None:
