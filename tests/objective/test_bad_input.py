@@ -216,6 +216,12 @@ def opd(teacher):
     ]
 
 
+def test_a_teacher_that_says_no_number_costs_that_sample_alone():
+    prepared, *_ = step(objective_of(use_opd=True), opd(np.array([-1.0, NAN, -1.0, -1.0])))
+    assert prepared.flags["nan_teacher_logp"] == ["bad/1"] and "nonfinite_advantage" not in prepared.flags
+    assert prepared.counts.tolist() == [4, 4, 4, 0]
+
+
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("value", [-math.inf, 3e38])
 def test_an_advantage_that_is_not_finite_costs_its_group_alone_and_names_it(value, whiten):
