@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
+from actors.trainer.training.old_actors import OldActors
 from tests.trainer.conftest import saved
 
 Backend = Callable[..., TorchBackend]
@@ -102,3 +104,10 @@ def test_tokens_of_weights_that_were_not_kept_take_the_newest_before_them(make_b
     result = backend.train_step(batch)
     assert result.flags["old_actor_gone"] == [s.train.sample_id for s in batch.samples]
     assert result.metrics["train/tis_abs"] < 1e-5
+
+
+def test_weights_of_a_lost_future_are_forgotten_when_its_steps_are_made_again() -> None:
+    kept, weights = OldActors(on_host=False), {"w": torch.zeros(2)}
+    for step, steps in ((4, (4,)), (5, (4, 5)), (3, (3,)), (4, (3, 4))):
+        kept.keep(step, weights, depth=2)
+        assert kept.steps == steps

@@ -34,6 +34,14 @@ def test_a_step_reports_what_happened(make_backend: Backend, make_batch: Batch) 
     assert not result.skipped
 
 
+def test_metrics_of_several_steps_are_their_mean(make_backend: Backend, make_batch: Batch) -> None:
+    """At a learning rate of 0 the ratio is 1 in each of them."""
+    result = make_backend(num_steps_per_rollout=4, lr=0.0).train_step(make_batch(1))
+    assert result.metrics["train/updates"] == 4
+    assert result.metrics["train/ess_ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert result.metrics["train/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_training_raises_the_probability_of_rewarded_answers(make_backend: Backend, make_batch: Batch) -> None:
     backend, batch = make_backend(lr=3e-3, objective={"correction": "none"}), make_batch(2)
     for i, s in enumerate(batch.samples):
