@@ -11,10 +11,10 @@ from actors.filter.actor import FilterSpec
 from actors.filter.actor import run as run_filter
 from actors.reward.actor import run as run_reward
 from actors.reward.spec import RewardSpec
-from bus import Bus
+from bus import Bus, Commit
 from bus.knobs.live import propose
 from bus.ledger import check, read_accounts
-from bus.messages.groups import GroupKept
+from bus.messages.groups import GroupKept, OpenGroup
 from bus.messages.policy import GroupsGivenUp
 from bus.topology import GROUPS, POLICY, ROLLOUTS, SCORED
 from tests.actors.house import messages, open_bus, put, running, scored, until
@@ -110,3 +110,16 @@ async def test_versions_are_trained_in_the_order_of_their_age(redis_url: str, ru
         order = [{s.partition("/")[0] for s in await trainer.train()} for _ in range(3)]
         assert order == [{"g3", "g4"}, {"g1", "g2"}, {"g5", "g6"}]
         await closes(bus)
+
+
+async def test_late_members_of_a_group_that_was_split_are_compared_as_they_were_scored(redis_url: str, run_name: str) -> None:
+    """The others have left with rewards of the earlier version: scored anew it would be compared with those of another scale."""
+    knobs = {"staleness_policy": "split", "max_weight_staleness": 2}
+    async with open_bus(redis_url, run_name, knobs=knobs) as bus:
+        opened = OpenGroup(group_id="g1", prompt_id="p1", n_samples=3, members=(2,), rewards={0: 1.0, 1: 0.0})
+        await bus.commit(Commit(open_groups={"g1": msgspec.msgpack.encode(opened)}))
+        async with running(bus, "filter", run_filter, FilterSpec()) as context:
+            await swap(bus, context, 1)
+            await put(bus, SCORED, scored(1, 2, 0.5, n=3))
+            [late] = await until(lambda: messages(bus, GROUPS))
+        assert (late.known, await bus.length(ROLLOUTS)) == ((1.0, 0.0, 0.5), 0)

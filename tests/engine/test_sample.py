@@ -8,7 +8,7 @@ import pytest
 from actors.generation.engine import Chunk, VersionUnknown
 from actors.generation.sample import Running, Turn, limit_of, start
 from bus.messages.base import pack_floats, pack_ints, unpack_ints
-from bus.messages.samples import PrefixResume, Response, SampleTask, Sampling
+from bus.messages.samples import Call, PrefixResume, Response, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion, VersionSpan
 
 VERSIONS = {str(n): PolicyVersion(n, n - 1) for n in (1, 2, 3)}
@@ -68,6 +68,15 @@ def whole(response: Response) -> list[int]:
 
 def fresh() -> Running:
     return start(task(), [], mask_prefix=False)
+
+
+def test_an_answer_of_the_environment_is_saved_though_no_token_came() -> None:
+    first = fresh()
+    first.answered(Call(0, b"asked", answer=b"said"))
+    assert first.dirty() and first.unsaved() == 0
+    piece = first.next_chunk()
+    assert not first.dirty()
+    assert start(task(), [piece], mask_prefix=False).told[0].answer == b"said"
 
 
 def test_what_was_saved_in_pieces_is_taken_up_whole() -> None:
