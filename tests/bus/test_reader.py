@@ -9,7 +9,7 @@ import pytest_asyncio
 from bus import Bus, BusConfig, Commit, Out, Stream, Tail
 from bus.messages.control import Event
 from bus.server import EmbeddedRedis
-from bus.topology import ACTIVE, EVENTS
+from bus.topology import ACTIVE, EVENTS, PROMPTS
 from tests.bus.suite.conformance import age, publish, reader_of
 from tests.bus.suite.faults import restart, written
 
@@ -29,6 +29,13 @@ async def test_a_restarted_reader_reads_all_of_its_own_before_anything_new(bus: 
     pages = [[e.id for e in await reader.read(2, 0)] for _ in range(3)]
     assert pages == [held[:2], held[2:4], held[4:]] and not reader.recovered
     assert len(await reader.read(9, 0)) == 2 and reader.recovered
+    await reader.close()
+
+
+async def test_of_a_stream_no_more_is_read_than_is_wanted_of_it(bus: Bus) -> None:
+    await publish(bus, 7)
+    reader = await reader_of(bus, "a")
+    assert [len(await reader.read(5, 0, wanted)) for wanted in ([(PROMPTS, 2)], [(PROMPTS, 9)])] == [2, 5]
     await reader.close()
 
 

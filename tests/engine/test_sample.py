@@ -70,6 +70,15 @@ def fresh() -> Running:
     return start(task(), [], mask_prefix=False)
 
 
+def test_turns_together_are_no_longer_than_the_sample_may_be() -> None:
+    running = fresh()  # of 12 tokens
+    make(running, *range(1, 9))
+    second = running.open(1, [90, 91, 5])
+    assert limit_of(second, running, running.task.sampling) == 4
+    running.take(second, Chunk([1, 2, 3], [-0.5] * 3, "1", None), VERSIONS)
+    assert limit_of(second, running, running.task.sampling) == 4, "of which one is left"
+
+
 def test_an_answer_of_the_environment_is_saved_though_no_token_came() -> None:
     first = fresh()
     first.answered(Call(0, b"asked", answer=b"said"))
