@@ -225,7 +225,7 @@ async def test_given_up_prompts_start_again_once(redis_url: str, run_name: str, 
         async with running(bus, "sampler", run, spec(data)):
             await until(lambda: _length(bus, 10))
         issued = [t.prompt_id for t in await messages(bus, PROMPTS) if t.index == 0]
-        assert (len(issued), issued.count("p0"), len(set(issued))) == (5, 2, 4), "a restarted sampler does not issue it a second time"
+        assert (len(issued), issued.count("p0"), len(set(issued))) == (5, 2, 4), "a restarted one issues nothing a second time"
 
 
 async def test_open_groups_of_a_lost_bus_are_issued_again(redis_url: str, run_name: str, data: DataSpec) -> None:
