@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from actors.filter.groups import GroupTable, Half, leaves_now, tips
-from actors.filter.judges import JUDGES, judge
+from actors.filter.judges import JUDGES, MOST_REASONS, OTHER_REASON, judge, kept_reason
 from bus.messages.groups import OpenGroup
 from bus.messages.samples import Episode, Response, RolloutLost, Scored, Strand
 from bus.messages.versions import VersionSpan
@@ -185,3 +185,10 @@ def test_a_part_is_compared_with_its_whole_group() -> None:
     assert judge(part, JUDGES["nonzero_std"], (0.0, 1.0, 1.0)) is None
     assert judge([member(0, 0.5), member(1, 1.0)], JUDGES["nonzero_std"], (1.0, 1.0)) == "zero_std_1"
     assert judge(part, JUDGES["no_truncation"], (0.0, 1.0)) is None
+
+
+def test_so_many_reasons_are_told_apart_and_no_more() -> None:
+    known = {str(n) for n in range(MOST_REASONS - 1)}
+    assert kept_reason("one  more", known) == "one more" and len(known) == MOST_REASONS
+    assert kept_reason("too many", known) == OTHER_REASON and len(known) == MOST_REASONS
+    assert kept_reason("one more", known) == "one more"
