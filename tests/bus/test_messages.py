@@ -176,10 +176,3 @@ def test_headers_say_what_an_operator_looks_for() -> None:
     }
     empty = RolloutDone(task=a_task(), response=a_response(0), finish="stop")
     assert empty.header().version == -1 and "version" not in empty.header().fields()
-
-
-def test_only_tokens_of_one_version_share_a_span() -> None:
-    three = extend_spans((), PolicyVersion(3, 2), 4)
-    assert extend_spans(three, PolicyVersion(3, 2), 2) == (VersionSpan(3, 2, 6),)
-    assert extend_spans(three, PolicyVersion(2, 1), 2) == (VersionSpan(3, 2, 4), VersionSpan(2, 1, 2)), "of another turn"
-    assert extend_spans(three, PolicyVersion(4, 3), 0) == three

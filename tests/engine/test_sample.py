@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from actors.generation.engine import Chunk, VersionUnknown
+from actors.generation.engine import Chunk, RouteBroken, VersionUnknown
 from actors.generation.sample import Running, Turn, limit_of, start
 from bus.messages.base import pack_floats, pack_ints, unpack_ints
 from bus.messages.samples import Call, PrefixResume, Response, SampleTask, Sampling
@@ -77,6 +77,23 @@ def test_turns_together_are_no_longer_than_the_sample_may_be() -> None:
     assert limit_of(second, running, running.task.sampling) == 4
     running.take(second, Chunk([1, 2, 3], [-0.5] * 3, "1", None), VERSIONS)
     assert limit_of(second, running, running.task.sampling) == 4, "of which one is left"
+
+
+def test_what_a_sample_throws_away_adds_up_over_its_beginnings() -> None:
+    first = start(prefix(1, 2, 3), [], mask_prefix=False)
+    second = first.again()
+    second.take_up(prefix(1, 2).response, (), counted=True, mask=False)
+    assert (first.thrown, second.thrown, second.again().thrown) == (0, 3, 5)
+
+
+def test_a_turn_goes_on_under_no_older_version_than_the_turn_before() -> None:
+    running = fresh()
+    make(running, 1, 2, version=2, finish="stop")
+    second = running.open(1, [90, 91, 5])
+    with pytest.raises(RouteBroken, match="version 1"):
+        running.take(second, Chunk([3], [-0.5], "1", None), VERSIONS)
+    running.take(second, Chunk([3], [-0.5], "2", None), VERSIONS)
+    assert second.tokens.tolist() == [3]
 
 
 def test_an_answer_of_the_environment_is_saved_though_no_token_came() -> None:

@@ -119,3 +119,13 @@ def test_a_task_of_the_step_that_is_served_is_not_behind() -> None:
     standing.fold(Restored(step=1, version=version(9, 1)))
     assert not standing.behind(version(2)), "the weights that the trainer went back to are no lost future"
     assert standing.behind(version(3))
+
+
+def test_a_peer_that_serves_a_lost_future_has_nothing_that_is_needed() -> None:
+    standing = Standing("me")
+    standing.fold(heard(2, me=2, peer=5))
+    assert standing.peers_have(2), "it serves a later one"
+    standing.fold(Restored(step=1, version=version(9, 1)))
+    assert not standing.peers_have(2) and standing.peers_have(2) == standing.peers_have(3)
+    standing.fold(heard(9, me=2, peer=9))
+    assert standing.peers_have(2)
