@@ -167,9 +167,3 @@ def test_after_a_restore_a_step_done_again_frees_its_slots_when_it_is_served_aga
     assert progress.open_samples == 2 * N, "the weights of the lost future are served, those of the new step are not"
     progress.fold(PolicyActive(version=PolicyVersion(10, 1)))
     assert progress.open_samples == N
-
-
-def test_slots_are_those_of_workers_that_serve_a_version() -> None:
-    progress = Progress()
-    progress.fold(PolicyActive(version=PolicyVersion(2, 1), serving={"a": 2, "b": -1, "c": 1}, slots={"a": 4, "b": 8}))
-    assert progress.slots == {"a": 4, "c": 0}, "one that does not say takes what the knob says; one that serves nothing takes none"
