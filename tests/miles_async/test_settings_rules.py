@@ -305,3 +305,11 @@ def test_a_function_is_named_as_load_hook_takes_it(path: str) -> None:
 def test_what_names_no_function_is_refused_with_both_forms(path: str) -> None:
     with pytest.raises(SettingsError, match=r"package\.module\.function or file\.py:function"):
         without("rm_type", custom_rm_path=path)
+
+
+def test_what_is_just_enough_is_taken_and_one_less_is_not():
+    assert make(use_tis=True, tis_clip_low=2.0, tis_clip=2.0).grpo.tis_clip_low == 2.0
+    assert make(rollout_batch_size=8, over_sampling_batch_size=8).rollout.over_sampling_batch_size == 8
+    for fields in ({"use_tis": True, "tis_clip_low": 2.1, "tis_clip": 2.0}, {"rollout_batch_size": 8, "over_sampling_batch_size": 7}):
+        with pytest.raises(SettingsError, match="tis_clip_low|over_sampling_batch_size"):
+            make(**fields)
