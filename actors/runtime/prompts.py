@@ -14,11 +14,12 @@ import msgspec
 
 from actors.runtime.chat import Chat
 from actors.runtime.context import Context
-from actors.runtime.rows import BadData, Placed, Source, image_key, read, sources_of, unpadded, value_at
+from actors.runtime.parts import Row, parts_of, unseen
+from actors.runtime.rows import BadData, Placed, Source, image_key, read, sources_of
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED
-from actors.runtime.vision import BadImage, Shown, Vision, config_of, place
+from actors.runtime.vision import BadImage, Shown, Vision, config_of
 from actors.runtime.whole import called
 from bus.messages.control import READING
 
@@ -69,105 +70,6 @@ class Prompts(NamedTuple):
     unseen: list[str]
 
 
-class BadRow(BadData):
-    """A row that would be read as something else than it is. `setting` and `key`: what led to the value."""
-
-    def __init__(self, setting: str, key: str, problem: str, remedy: str = "") -> None:
-        super().__init__(problem, remedy or f"Set --{setting.replace('_', '-')}.")
-        self.setting, self.key = setting, key
-
-
-class Row(NamedTuple):
-    """A row's parts, none of them tokenised. `tools`: descriptions for the template, None without a column of them."""
-
-    prompt: Any
-    label: str
-    metadata: dict[str, Any]
-    tools: list[Any] | None
-    pictures: Sequence[Any] = ()  # as the data has them
-
-
-_CHAT = "These are chat messages: set --apply-chat-template, or give the text that the model shall see."
-_LABEL = "Name a part of it (--label-key reward_model.ground_truth), or keep it in the metadata and score with --custom-rm-path."
-
-
-def parts_of(
-    row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool = False, supervised: bool = False, padded: bool = False
-) -> Row:
-    """The parts of a row by the settings that name them. `strict`: a named column must be there; else only that of the prompt, and
-    one with a dot. `supervised`: the prompt is a whole dialogue, or a text whose label is the response. `padded`: as `Placed` has
-    it; the model shall not be shown other tools' arguments as null. Raises BadRow."""
-    found: dict[str, Any] = {}
-    for setting, key in keys.items():
-        try:
-            found[setting] = value_at(row, key) if key else None
-        except KeyError:
-            if strict or setting == "input_key" or (setting == "label_key" and "." in (key or "")):
-                has = f"(it has {', '.join(map(str, row))})" if isinstance(row, dict) else f", it is {_kind(row)}"
-                raise BadRow(setting, str(key), f"it has no key {key!r} {has}") from None
-            found[setting] = None
-    prompt, label, metadata, tools = (found.get(name) for name in ("input_key", "label_key", "metadata_key", "tool_key"))
-    pictures: list[Any] = []
-    if keys.get("multimodal_keys"):
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt.strip() else prompt
-        if isinstance(messages, list) and all(isinstance(m, dict) for m in messages):
-            messages, pictures = place(messages, found["multimodal_keys"])
-            prompt = messages if pictures else prompt
-
-    def refused(setting: str, problem: str, remedy: str = "") -> BadRow:
-        key = str(keys.get(setting) or "")
-        return BadRow(setting, key, problem.replace("KEY", f"under {key!r}"), remedy)
-
-    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
-        if not chat:
-            raise refused("input_key", f"the prompt is {_kind(prompt)}, not text", _CHAT)
-        if padded:
-            prompt = [m | {"tool_calls": unpadded(m["tool_calls"])} if m.get("tool_calls") else m for m in prompt]
-        for message in prompt:
-            parts = message.get("content") if isinstance(message.get("content"), list) else ()
-            kinds = ("text", "image") if pictures else ("text",)
-            if odd := next((p for p in parts if not (isinstance(p, dict) and p.get("type") in kinds)), None):
-                remedy = """Name the pictures' column: --multimodal-keys '{"image": "images"}'."""
-                raise refused("input_key", f"a message holds {_kind(odd)}; prompts are text, without pictures or sound", remedy)
-        if prompt[-1]["role"] == "assistant" and not supervised:
-            raise refused("input_key", "the last message is the assistant's, so there is nothing to answer", "Leave it out.")
-    elif not (isinstance(prompt, str) and prompt.strip()):
-        raise refused("input_key", f"the prompt is {_kind(prompt)}, not a non-empty string or chat messages (role, content)")
-    if isinstance(label, list | dict):
-        raise refused("label_key", f"the label KEY is {_kind(label)}, not text", _LABEL)
-    if supervised and isinstance(prompt, str) and not label:
-        raise refused("label_key", "supervised training needs a response: there is no label", "Set --label-key.")
-    if not isinstance(metadata, dict | None):
-        raise refused("metadata_key", f"the metadata KEY is {_kind(metadata)}, not an object")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            pass
-    elif padded:
-        tools = unpadded(tools)
-    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        raise refused("tool_key", f"the tools KEY are {_kind(tools)}, not a list of objects")
-    if tools and not chat:
-        raise refused("tool_key", "tools are shown by a chat template", "Set --apply-chat-template.")
-    metadata = dict(metadata or {}) | ({"tools": tools} if tools else {})
-    label = "" if label is None else str(label)
-    for setting, what, part in (("input_key", "prompt", prompt), ("label_key", "label", label)):
-        try:
-            msgspec.msgpack.encode(part, enc_hook=str)
-        except (UnicodeEncodeError, RecursionError) as error:  # half of a surrogate pair is no text
-            raise refused(setting, f"the {what} KEY cannot be sent: {error}", "Mend the row, or leave it out.") from error
-    try:
-        msgspec.msgpack.encode(metadata)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise refused("metadata_key", f"the metadata KEY cannot be sent: {error}") from error
-    return Row(prompt, label, metadata, tools, pictures)
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else f"a {type(value).__name__} ({str(value)[:60]!r})"
-
-
 class Tokenizer:
     """Text to ids, through the fast tokenizer file; the chat template needs transformers."""
 
@@ -196,6 +98,8 @@ class Tokenizer:
             raise Refused(f"the prompt begins with {own!r} already, as after a chat template. Leave out --apply-chat-template.")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = self._chat.text(messages, tools or self._tools)
+        if problem := unseen(messages, text, self._chat.template):
+            raise Refused(problem)
         return text, self._chat.encode(text)
 
     def supervised(self, row: Row, spec: DataSpec) -> tuple[str, list[int], list[int], list[int]]:

@@ -1,5 +1,5 @@
-"""Rows of data sets, whatever holds them: JSONL, Parquet, a folder of either, a data set saved by `datasets`, a generator of
-reasoning-gym, or a function of the user's.
+"""Rows of data sets, whatever holds them: JSONL, a JSON list, Parquet, a folder of these, a data set saved by `datasets`, a
+generator of reasoning-gym, or a function of the user's.
 
 `0.7*a.jsonl@[0:500], 0.3*b.parquet` names two sources with weights and a slice. Always true: the same text gives the same rows in
 the same order, so that a number tells a row.
@@ -21,7 +21,8 @@ import msgspec
 
 from actors.runtime.run import Refused
 
-SUFFIXES = (".jsonl", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+TABLES = (".parquet", ".arrow")  # whose rows all have the same keys
 GYM = "reasoning_gym:"
 MOST_ROWS = 20_000_000  # of a function; more is taken for a source without an end
 _SOURCE = re.compile(r"(?:(?P<weight>\d+(?:\.\d+)?)\*)?(?P<path>.+?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?")
@@ -91,16 +92,38 @@ def count(source: Source) -> tuple[int, int]:
 
 
 def value_at(row: Any, key: str) -> Any:
-    """What lies in a row under a key, or under a path of keys with dots between. KeyError when nothing does."""
+    """What lies in a row under a key, or under a path of keys with dots between, where a number leads into a list and JSON text is
+    what it holds. KeyError when nothing lies there.
+
+    >>> value_at({"reward_model": {"ground_truth": '["12"]'}}, "reward_model.ground_truth.0")
+    '12'
+    """
     found, rest = row, key
-    while isinstance(found, dict):
-        if rest in found:
+    while isinstance(found := _opened(found), dict | list):
+        if isinstance(found, dict) and rest in found:
             return found[rest]
         head, dot, rest = rest.partition(".")
-        if not dot or head not in found:
+        if isinstance(found, list):
+            if not (head.isascii() and head.isdecimal() and int(head) < len(found)):
+                break
+            found = found[int(head)]
+        elif dot and head in found:
+            found = found[head]
+        else:
             break
-        found = found[head]
+        if not dot:
+            return found
     raise KeyError(key)
+
+
+def _opened(value: Any) -> Any:
+    """What a JSON text of a table or list holds; any other value as it is."""
+    if not (isinstance(value, str) and value.lstrip()[:1] in ("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def unpadded(value: Any) -> Any:
@@ -161,8 +184,8 @@ def _placed(path: str, function: Callable[[str], Iterable[Any]] | None) -> Itera
             yield Placed(path, index + 1, row)
     else:
         for file in _files(path):
-            padded = file.suffix != ".jsonl"
-            rows = enumerate(_table_rows(file), 1) if padded else _lines_of(file)
+            padded = file.suffix in TABLES
+            rows = enumerate(_table_rows(file), 1) if padded else _rows_of(file)
             yield from (Placed(str(file), number, row, padded) for number, row in rows)
 
 
@@ -178,6 +201,8 @@ def _files(path: str) -> list[Path]:
         if place.suffix not in SUFFIXES:
             raise BadData(f"{place.suffix or 'no suffix'} is not a known data format", f"Give a {known} file.")
         return [place]
+    if not place.is_dir():
+        raise BadData(f"{path} is neither a file nor a folder", f"Give a {known} file, or a folder of such.")
     try:
         if (place / "dataset_dict.json").is_file():
             splits = json.loads((place / "dataset_dict.json").read_bytes())["splits"]
@@ -193,6 +218,33 @@ def _files(path: str) -> list[Path]:
     if len({file.suffix for file in found}) != 1:
         raise BadData("a folder without files of one data format", f"Give a {known} file, or a folder of such.")
     return found
+
+
+def _rows_of(file: Path) -> Iterator[tuple[int, Row]]:
+    """Numbered rows of a text: a list of objects, or an object a line."""
+    listed = _listed(file)
+    return _lines_of(file) if listed is None else enumerate(listed, 1)
+
+
+def _listed(file: Path) -> list[Row] | None:
+    """The rows of a file that is one JSON list of objects; None: it has a row a line, as many a `.json` has. Read whole, once for
+    its count and once for its rows: such files are small."""
+    if file.suffix != ".json":
+        return None
+    try:
+        with file.open("rb") as opened:
+            beginning = opened.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if not beginning.startswith(b"["):
+            return None
+        rows = json.loads(file.read_bytes())
+    except OSError as error:
+        raise BadData(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        why = f"{error.msg} in line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "it is no JSON text"
+        raise BadData(f"{file} is not a JSON list of rows: {why}", "Give one list of objects, or one object a line.") from None
+    if odd := next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict)), 0):
+        raise BadData(f"{file}, row {odd}, is not a JSON object", "Each row must be one.")
+    return list(rows)
 
 
 def _lines_of(file: Path) -> Iterator[tuple[int, Row]]:
@@ -222,7 +274,23 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 def _table_rows(file: Path) -> Iterator[Row]:
     for batch in _batches(file):
-        yield from batch.to_pylist()
+        mapped = {field.name: field.type for field in batch.schema if "map<" in str(field.type)}
+        for row in batch.to_pylist():
+            yield row | {name: _mapped(row[name], kind) for name, kind in mapped.items()}
+
+
+def _mapped(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type with its maps, which pyarrow gives as lists of pairs, as tables."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_map(kind):
+        return {key: _mapped(part, kind.item_type) for key, part in value}
+    if types.is_struct(kind):
+        return {name: _mapped(part, kind.field(name).type) for name, part in value.items()}
+    listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return [_mapped(part, kind.value_type) for part in value] if listed else value
 
 
 def _batches(file: Path) -> Iterator[Any]:
@@ -244,8 +312,9 @@ def _batches(file: Path) -> Iterator[Any]:
 
 
 def _count(file: Path) -> int:
-    if file.suffix == ".jsonl":
-        return sum(1 for _ in _lines(file))
+    if file.suffix not in TABLES:
+        listed = _listed(file)
+        return len(listed) if listed is not None else sum(1 for _ in _lines(file))
     if file.suffix == ".arrow":
         return sum(batch.num_rows for batch in _batches(file))
     import pyarrow

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
-from actors.runtime.prompts import BadRow, parts_of
+from actors.runtime.parts import BadRow, parts_of
 from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of

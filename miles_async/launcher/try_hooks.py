@@ -27,7 +27,8 @@ from actors.reward.wire import plain
 from actors.runtime.contained import named, text_of
 from actors.runtime.hooks import load_hook, own_stdout
 from actors.runtime.miles import MilesSample, judge_of, judged, reward_of
-from actors.runtime.prompts import DataSpec, parts_of
+from actors.runtime.parts import parts_of
+from actors.runtime.prompts import DataSpec
 from actors.runtime.rows import BadData, sources_of
 from actors.runtime.run import Refused
 from actors.runtime.sources import rows_function

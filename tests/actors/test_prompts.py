@@ -37,7 +37,7 @@ def load(folder: str, *rows: Any, **spec: Any) -> list[Any]:
         ({"prompt": CHAT}, {}, "row 2: the prompt is a list .* set --apply-chat-template"),
         ({"prompt": 7}, {}, "row 2: the prompt is a int"),
         ({"prompt": None}, {}, "row 2: the prompt is null"),
-        ({"prompt": "1", "label": ["2"]}, {}, "row 2: the label under 'label' is a list .* reward_model.ground_truth"),
+        ({"prompt": "1", "label": ["2", "3"]}, {}, "row 2: the label under 'label' is a list .* reward_model.ground_truth"),
         ({"prompt": "1", "label": {"a": 1}}, {}, "row 2: the label under 'label' is a dict"),
         ({"prompt": "1", "metadata": "text"}, {}, "row 2: the metadata under 'metadata' is a str"),
         ({"prompt": "1", "metadata": {"n": 1 << 70}}, {}, "row 2: the metadata under 'metadata' cannot be sent"),

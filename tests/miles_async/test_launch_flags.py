@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.runtime.prompts import BadRow, parts_of
+from actors.runtime.parts import BadRow, parts_of
 from miles_async.settings.catalog import names
 from miles_async.settings.miles import why_not
 
