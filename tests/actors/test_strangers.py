@@ -112,6 +112,17 @@ async def _stays() -> None:
             other.close()
 
 
+async def test_the_oldest_makes_room_for_the_newest() -> None:
+    async with listening(within_s=1000.0) as (port, said, _):
+        crowd = [await begun(port) for _ in range(5)]
+        assert await ended(crowd[0][0]) == b"" and said == ["ended"]
+        crowd[0][1].close()
+        for reader, writer in crowd[1:]:
+            writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"401" in await reader.readline()
+            writer.close()
+
+
 async def test_headers_that_drip_end_with_their_time_and_a_wrong_key_admits_nobody() -> None:
     async with listening() as (port, said, _):
         reader, writer = await begun(port, b"GET /slow HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong\r\n\r\n")
@@ -165,8 +176,12 @@ async def test_a_client_that_leaves_before_the_first_word_loses_no_answer(chat: 
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_crowd_without_the_token_takes_no_weights_away(version: Path, serve: Serve, tmp_path: Path) -> None:
+def test_a_crowd_without_the_token_takes_no_weights_away(
+    version: Path, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """64 of them, each with a byte every few seconds, kept everybody from the weights."""
+    monkeypatch.setattr(depot_module, "TOKEN_S", 1000.0)
+    monkeypatch.setattr(depot_module._Handler, "timeout", 1000.0)
     parcel, depot = pack_parcel(version), serve(version)
     port = int(urlsplit(depot.url).port or 0)
     with ExitStack() as crowd:
@@ -180,6 +195,7 @@ def test_a_crowd_without_the_token_takes_no_weights_away(version: Path, serve: S
 
 def test_a_request_for_weights_that_drips_ends_with_its_time(version: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depot_module, "TOKEN_S", 0.2)
+    monkeypatch.setattr(depot_module._Handler, "timeout", 1000.0)
     depot = serve(version)
     with socket.create_connection(("127.0.0.1", int(urlsplit(depot.url).port or 0)), timeout=20) as stranger:
         stranger.sendall(b"GET /x HTTP/1.1\r\n")
