@@ -115,9 +115,9 @@ class _Server(ThreadingTCPServer):
             self._room.release()
 
     def service_actions(self) -> None:
-        """Each half second, by socketserver."""
+        """Each half second, by socketserver: those that are late."""
         with self._lock:
-            self._end_strangers(WITHOUT_TOKEN)
+            self._end_strangers(CONNECTIONS)
 
     def admit(self, request: socket.socket) -> bool:
         """It has shown the token, or ended; whether it was still waited for."""
