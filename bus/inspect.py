@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from bus.streams.entry import Entry
-from bus.streams.hop import table_of, text_of
+from bus.streams.hop import number_in, table_of, text_of
 from bus.streams.link import Script
 from bus.streams.redis import Bus, make_entry
 from bus.topology import STREAMS, Stream
@@ -238,5 +238,5 @@ async def _read(bus: Bus, stream: Stream, command: str, start: str, stop: str, c
         fields = dict(zip(known, [value.decode("utf-8", "replace") for value in flat[1::2]], strict=True))
         blob = fields.get("blob", "")
         blob_size = blob.rpartition(":")[2]
-        found.append(Head(stream.name, text_of(entry_id), int(blob_size) if blob_size.isdigit() else int(size), fields))
+        found.append(Head(stream.name, text_of(entry_id), number_in(blob_size, int(size)), fields))
     return found

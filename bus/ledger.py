@@ -21,7 +21,7 @@ import msgspec
 
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import VersionSpan, spans_within
-from bus.streams.hop import table_of, text_of
+from bus.streams.hop import number_in, table_of, text_of
 from bus.streams.link import Script
 from bus.streams.redis import Bus
 from bus.topology import GROUPS, PARKED, PREFIXES, PROMPTS, ROLLOUTS, SCORED, TAIL, Stream
@@ -300,8 +300,8 @@ def _entries(flat: Sequence[bytes]) -> list[Found]:
                 entry_id,
                 sample,
                 group,
-                int(tokens) if tokens.isdigit() else 0,
-                int(samples) if samples.isdigit() else 1,
+                number_in(tokens, 0),
+                number_in(samples, 1),
             )
         )
     return found

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from actors.recorder.history import History
+from actors.runtime.listener import Listener, http_log
 from actors.runtime.snapshot import Snapshot, read_snapshot
 from bus import Bus
 from bus.errors import MilesAsyncError
@@ -23,6 +24,7 @@ from bus.errors import MilesAsyncError
 PREFIX = "miles_async_"
 ANSWER_S = 8.0  # a scraper waits 10 by default
 AGAIN_S = 30.0
+SCRAPE_S = 30.0  # of a connection; who keeps one opens another
 VIEWS = ("tokens/generated/worker/", "tokens/generated/version/", "tokens/trained/version/")  # a label a version is too many
 
 
@@ -130,14 +132,14 @@ class Exporter:
         """A port that is taken is tried again: the one that has it may be the recorder before this one."""
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, logger=http_log())
         await runner.setup()
+        listener = Listener(runner, within_s=SCRAPE_S)  # there is no key: nobody is admitted for longer
         try:
             said = False
             while True:
                 try:
-                    site = web.TCPSite(runner, self._spec.host, self._spec.port)
-                    await site.start()
+                    self.port = await listener.open(self._spec.host, self._spec.port)
                     break
                 except OSError as error:
                     if not said:
@@ -148,9 +150,9 @@ class Exporter:
                         )
                     said = True
                     await asyncio.sleep(AGAIN_S)
-            self.port = runner.addresses[0][1]
             await asyncio.Event().wait()
         finally:
+            await listener.close()
             await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:

@@ -71,7 +71,9 @@ class Child:
         self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None, *, append: bool = False
     ) -> None:
         """Run `words`; OSError when there is no such program."""
-        with log.open("ab" if append else "wb") as out:
+        with log.open("ab") as out:  # to append in any case: a log may be shortened under its writer
+            if not append:
+                out.truncate(0)
             await self._run(words, asyncio.subprocess.DEVNULL, out, env)
 
     async def start_spare(self, words: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -22,6 +23,8 @@ from bus.errors import BusRefused
 
 AT_ONCE = 4  # files on their way; who comes then is to try another source
 CONNECTIONS = 64
+WITHOUT_TOKEN = 32  # of these: who comes then ends the oldest of them
+TOKEN_S = 10.0  # from a connection to a whole request that shows the token
 PATIENCE_S = 5.0  # for bytes that are not here yet
 IDLE_S = 10.0  # for a peer that takes or says nothing
 LOOK_S = 0.005  # another process may write the file: only its size tells
@@ -90,19 +93,46 @@ class _Server(ThreadingTCPServer):
         self.withdrawn: set[str] = set()
         self.files = threading.BoundedSemaphore(AT_ONCE)
         self._room = threading.BoundedSemaphore(CONNECTIONS)
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, float] = {}  # connections without a token, the oldest first: when they began
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._end_strangers(WITHOUT_TOKEN - 1)
+            self._strangers[request] = time.monotonic()
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
+            self.admit(request)
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.admit(request)
             self._room.release()
+
+    def service_actions(self) -> None:
+        """Each half second, by socketserver: those that are late."""
+        with self._lock:
+            self._end_strangers(CONNECTIONS)
+
+    def admit(self, request: socket.socket) -> bool:
+        """It has shown the token, or ended; whether it was still waited for."""
+        with self._lock:
+            return self._strangers.pop(request, None) is not None
+
+    def _end_strangers(self, most: int) -> None:
+        """Those that are late, and the oldest beyond `most`: their thread reads the end of the connection."""
+        now = time.monotonic()
+        for request, since in list(self._strangers.items()):
+            if now - since < TOKEN_S and len(self._strangers) <= most:
+                return
+            del self._strangers[request]
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A peer that hung up: it comes again, or goes elsewhere."""
@@ -118,6 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(shown, self.server.bearer):
             self._answer(401)
             return
+        self.server.admit(self.connection)
         named, asked = _PATH.fullmatch(self.path), _RANGE.fullmatch(self.headers.get("Range", ""))
         if named is None or asked is None or int(asked[1]) > int(asked[2]):
             self._answer(400)

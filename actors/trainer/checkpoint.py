@@ -104,7 +104,7 @@ def bus_state_file(save: Path, step: int) -> Path:
 
 def steps_in(save: Path) -> list[int]:
     """Steps of the checkpoints there, in order, whether whole or not."""
-    return sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit())
+    return sorted(int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdecimal())
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -149,12 +149,12 @@ def latest(save: Path) -> int | None:
     """Step of the checkpoint that the tracker names, None without one; CheckpointRefused when the tracker is damaged."""
     tracker = save / TRACKER
     try:
-        text = tracker.read_text().strip()
+        text = tracker.read_text("utf-8", "replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointRefused(f"{tracker} not readable: {error.strerror}") from error
-    if not text.isdigit():
+    if not (text.isascii() and text.isdecimal()):
         raise CheckpointRefused(f"{tracker} holds {text[:40]!r}, not a step number. {others(save, None)}")
     return int(text)
 
@@ -331,7 +331,7 @@ def whole_again(opened: Iterable[bytes]) -> list[OpenGroup]:
 
 def newest_written(weights_dir: Path) -> int:
     """Largest version id with weights in the directory, 0 without any."""
-    return max((int(p.name[1:]) for p in weights_dir.glob("v*") if p.name[1:].isdigit()), default=0)
+    return max((int(p.name[1:]) for p in weights_dir.glob("v*") if p.name[1:].isdecimal()), default=0)
 
 
 def booked_as_trained(accounts: Accounts) -> int:

@@ -119,4 +119,4 @@ def part_key(group_id: str, members: Iterable[int]) -> str:
 def index_of(sample_id: str) -> int:
     """Index of a sample within its group, from `<group_id>/<index>`; -1 when there is none."""
     text = sample_id.rpartition("/")[2]
-    return int(text) if text.isdecimal() else -1
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else -1  # a name may come from anywhere

@@ -56,8 +56,8 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             software="valkey" if "valkey_version" in told else "redis",
             version=told.get("valkey_version", told.get("redis_version", "")),
-            used_memory=int(used) if used.isdigit() else 0,
-            max_memory=int(most) if most.isdigit() else 0,
+            used_memory=int(used) if used.isdecimal() else 0,
+            max_memory=int(most) if most.isdecimal() else 0,
             eviction=told.get("maxmemory_policy", "noeviction"),
             role=told.get("role", "master"),
             aof=told.get("aof_last_write_status", "ok") if told.get("aof_enabled", "0") != "0" else "",
@@ -68,7 +68,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def number(self) -> tuple[int, ...]:
         """Of its version, three parts."""
-        parts = [int(part) for part in self.version.split(".")[:3] if part.isdigit()]
+        parts = [int(part) for part in self.version.split(".")[:3] if part.isdecimal()]
         return tuple([*parts, 0, 0, 0][:3])
 
     @property

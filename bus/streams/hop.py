@@ -34,6 +34,11 @@ class Placed(msgspec.Struct, frozen=True):
         return len(self.body) + (claimed_bytes(*named) if named else 0)
 
 
+def number_in(text: str, otherwise: int) -> int:
+    """A count in a readable field, which a hand may have written; `otherwise` where it is none that a 64-bit number holds."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else otherwise
+
+
 def text_of(value: bytes | str | int) -> str:
     """A reply's text or number as text; what is no text shows its gaps."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

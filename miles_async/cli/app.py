@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _be_found_by_children()
     label = PROGRAM
     try:
+        for number, word in enumerate(words, 1):
+            if not word.isprintable() and any("\ud800" <= c <= "\udfff" for c in word):  # how Python tells bytes that are no text
+                raise SettingsError(f"word {number}, {word!a}, is no UTF-8 text", remedy="Correct it.")
         if not words or words[0] in ("-h", "--help", "help"):
             print(overview())
             return 0 if words else 2

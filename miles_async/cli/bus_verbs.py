@@ -184,7 +184,7 @@ async def show(bus: Bus, stream: Stream | None, name: str, *, as_json: bool, dec
 async def _find(bus: Bus, streams: Sequence[Stream], name: str) -> Entry:
     ms, dash, seq = name.partition("-")
     for stream in streams:
-        entry_id = name if dash and ms.isdigit() and seq.isdigit() else ""
+        entry_id = name if dash and ms.isdecimal() and seq.isdecimal() else ""
         if not entry_id:
             entry_id = next((h.id for h in reversed(await all_heads(bus, stream)) if name in (h.sample, h.group)), "")
         found = await bus.scan(stream, start=entry_id, count=1) if entry_id else []

@@ -45,7 +45,7 @@ def launcher_pid(run_dir: Path | None) -> int:
         text = (run_dir / PID_FILE).read_text().strip()
     except OSError:
         return 0
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0
 
 
 @asynccontextmanager

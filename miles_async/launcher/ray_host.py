@@ -18,6 +18,7 @@ import ray
 
 from actors.runtime.child import PYTHON, Child, free_port, log_tail
 from actors.runtime.in_memory import let_go
+from actors.runtime.logfiles import all_short
 from bus.private import private_directory, write_secret
 from miles_async import __version__
 from miles_async.settings.checks import not_writable
@@ -124,4 +125,6 @@ class Host:
             self._busy_at = time.monotonic()
         if time.monotonic() - self._busy_at > IDLE_S:
             ray.util.remove_placement_group(self._group)  # which ends this process too
+        for folder in {log.parents[1] for log in self._logs.values()}:
+            all_short(folder)
         asyncio.get_running_loop().call_later(LOOK_S, self._look)

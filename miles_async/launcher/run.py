@@ -27,6 +27,7 @@ from actors.runtime.drain import Heard
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.host import processes_name
 from actors.runtime.in_memory import in_use
+from actors.runtime.logfiles import keep_short
 from actors.runtime.loop import run_loop
 from actors.runtime.prompts import routed_shape
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED, disk_text
@@ -211,6 +212,7 @@ class Launcher:
                 looks["web console"] = self._serve(feed)
             beside = [tasks.create_task(_aside(what, work, supervisor)) for what, work in looks.items()]
             tasks.create_task(_aside("placer", placer.follow(self._stop), supervisor))
+            tasks.create_task(_aside("bound on logs", keep_short(self._run_dir, self._stop), supervisor))
             beside.append(tasks.create_task(self._tell(supervisor)))
             if self._embedded is not None:
                 tasks.create_task(self._keep_redis(self._embedded))

@@ -79,7 +79,7 @@ def there_are(parent: Path, step: int | None) -> str:
     """What a refusal says of the checkpoints in a directory: those next to `step`, or the newest."""
     if not parent.is_dir():
         return f"There is no such directory (looked in {Path.cwd()})."
-    steps = sorted(int(p.name[5:]) for p in parent.glob("iter_*") if p.name[5:].isdigit())
+    steps = sorted(int(p.name[5:]) for p in parent.glob("iter_*") if p.name[5:].isdecimal())
     if not steps:
         return "It holds none." if not (parent / RELEASE).is_dir() else f"It holds {RELEASE} alone."
     near = steps[-3:] if step is None else sorted({*[n for n in steps if n < step][-1:], *[n for n in steps if n > step][:1]})

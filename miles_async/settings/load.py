@@ -26,6 +26,7 @@ from miles_async.settings.run import RunSettings
 Origin = Literal["default", "file", "flag", "derived"]
 UNSET_WORD = "none"
 LARGEST = 1 << 62
+SMALLEST, GREATEST = 1.2e-38, 3.4e38  # of single precision
 SHIPPED = Path(__file__).parents[1] / "configs"
 """Settings files that come with the package, and their data; in a checkout a link to the folder at its top."""
 NUMBER = re.compile(r"([+-]?)(\d*)(\.?\d*)((?:[eE][+-]?\d+)?)")
@@ -257,6 +258,9 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
         return {name.replace("_", "-"): item for name, item in result.items()}
     if isinstance(result, float) and not math.isfinite(result):
         raise SettingsError("must be a finite number", field=where, value=value)
+    if isinstance(result, float) and result != 0 and not SMALLEST <= abs(result) <= GREATEST:
+        why = "no number of single precision, in which it would be computed"
+        raise SettingsError(why, field=where, value=value, remedy=f"It must be {spec.expected}.")
     if isinstance(result, int) and abs(result) >= LARGEST:
         raise SettingsError("too large for a message", field=where, value=value, remedy=f"It must be {spec.expected}.")
     if spec.shipped and isinstance(result, str) and result not in spec.shipped and not HOOK.fullmatch(result):

@@ -119,11 +119,11 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
         read_bus_state(tmp_path, 1, fingerprint="other")
 
 
-@pytest.mark.parametrize("text", ["", "12x", "-1"])
-def test_a_damaged_tracker_is_refused_and_the_intact_checkpoints_are_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", [b"", b"12x", b"-1", b"\xff\xfe4", "\u00b2".encode()])
+def test_a_damaged_tracker_is_refused_and_the_intact_checkpoints_are_named(tmp_path: Path, text: bytes) -> None:
     assert latest(tmp_path) is None
     save(tmp_path, 1, 2, 3, 4)
-    (tmp_path / TRACKER).write_text(text)
+    (tmp_path / TRACKER).write_bytes(text)
     (iter_dir(tmp_path, 2) / "model").write_bytes(b"123")
     bus_state_file(tmp_path, 3).write_bytes(b"\xff")
     with pytest.raises(CheckpointRefused, match="Intact: 1, 4; write one of these"):

@@ -206,6 +206,8 @@ async def test_dead_letters_evaluation_and_stray_bytes_are_not_pending(bus: Bus)
     await bus.append([Out(PARKED, parked)])
     await put_raw(bus, PROMPTS, "body", b"\xc1")
     await put_raw(bus, SCORED, "tokens", "many", "note", "samples=many")
+    for odd in ("\u00b2", "9" * 5000):  # what Python's int takes for no number, though all are digits
+        await put_raw(bus, SCORED, "tokens", odd, "note", f"samples={odd}")
     seen = await ledger.check(bus)
     assert seen.closes and seen.located == dict.fromkeys(seen.located, 0) | {"prompts": 1}
 

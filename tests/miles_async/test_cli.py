@@ -144,6 +144,7 @@ def test_help_shows_every_flag_with_unit_and_default(capsys):
         (["train", "c.toml", "--rollout-bach-size", "4"], "Did you mean --rollout-batch-size?"),
         (["train", "c.toml", "--global-batch-size", "7"], "global_batch_size = 7"),
         (["train", "c.toml", "--dryrun"], "Did you mean --dry-run?"),
+        (["tune", "rollout_temperature=\udcff1"], "word 2, 'rollout_temperature=\\udcff1', is no UTF-8 text"),
         (["train", "c.toml", "--padded-vocab-size", "4"], "Miles has it. The architecture comes from config.json"),
     ],
 )

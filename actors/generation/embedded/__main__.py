@@ -16,6 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
+from actors.runtime.listener import Listener, http_log
 from actors.runtime.loop import runner
 from actors.runtime.priority import COMPUTE_NICE, lower_to
 
@@ -110,7 +111,7 @@ def _refuse(why: str) -> int:
     return 2
 
 
-async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
+async def _serve(args: argparse.Namespace, bound: socket.socket) -> int:
     import dataclasses
 
     import torch
@@ -166,10 +167,12 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
     server.scheduler.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    app, log = server.app(), http_log()
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, logger=log)
     await runner.setup()
-    await web.SockSite(runner, listener, backlog=1024).start()
-    port = listener.getsockname()[1]
+    listener = Listener(runner)
+    server.admitted = listener.admit
+    port = await listener.open(sock=bound, backlog=1024)
     if args.port_file is not None:
         _write_port(args.port_file, port)
     print(
@@ -183,6 +186,7 @@ async def _serve(args: argparse.Namespace, listener: socket.socket) -> int:
     await stop.wait()
     server.stop_accepting()
     await loop.run_in_executor(None, server.scheduler.close, SHUTDOWN_S)
+    await listener.close()
     await runner.cleanup()
     if deaths:
         print(f"embedded engine: model thread died: {type(deaths[0]).__name__}: {deaths[0]}", file=sys.stderr)

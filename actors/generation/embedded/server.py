@@ -61,7 +61,8 @@ class Served:
 
 class EngineServer:
     """Routes over one scheduler. `scheduler` is set by the caller before the first request. `token`: what every call must show, as
-    SGLang's --api-key; empty = none, only for an engine that nobody else can reach."""
+    SGLang's --api-key; empty = none, only for an engine that nobody else can reach. `admitted`: called with each request that has
+    shown it."""
 
     scheduler: Scheduler
 
@@ -70,6 +71,7 @@ class EngineServer:
         self._bearer = f"Bearer {token}".encode() if token else b""
         self._live: dict[str, Request] = {}
         self._closing = False
+        self.admitted: Callable[[web.Request], object] = lambda request: None
         self._receiver = Receiver(self._load_into)
 
     def deliver(self, posted: Posted) -> None:
@@ -109,6 +111,8 @@ class EngineServer:
         shown = request.headers.get("Authorization", "").encode("utf-8", "replace")
         if self._bearer and request.path != "/health" and not hmac.compare_digest(shown, self._bearer):
             return json_answer({"error": "Unauthorized"}, 401)
+        if not self._bearer or hmac.compare_digest(shown, self._bearer):
+            self.admitted(request)
         return await handler(request)
 
     # generation

@@ -25,6 +25,7 @@ from actors.generation.endpoint.toolloop import within
 from actors.generation.rollouts.session import Segment, Session, Task
 from actors.generation.rollouts.stops import Growing
 from actors.runtime.chat import BadChat, Chat
+from actors.runtime.listener import Listener, http_log
 from actors.runtime.whole import off_loop
 from bus.errors import Poison
 from bus.messages.samples import Sampling
@@ -57,21 +58,22 @@ class Endpoint:
         self._chat, self._kind, self._count, self._context, self._model = chat, kind, count, context, model
         self._episodes: dict[str, Episode] = {}
         self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
         self.url = ""
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=END_S)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=END_S, logger=http_log())
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}/v1"
+        self._listener = Listener(self._runner, ended=lambda: self._count("callers_without_key"))
+        self.url = f"http://127.0.0.1:{await self._listener.open('127.0.0.1', 0)}/v1"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        assert self._runner is not None
+        assert self._runner is not None and self._listener is not None
+        await self._listener.close()
         await self._runner.cleanup()
 
     @asynccontextmanager
@@ -99,6 +101,8 @@ class Endpoint:
         episode = self._called(request)
         if episode is None:
             return _error(401, "no episode has this key; it ended, or the key is another's", "invalid_api_key")
+        assert self._listener is not None
+        self._listener.admit(request)
         try:
             return await handler(request)
         except (BadRequest, BadMessages, BadChat) as error:

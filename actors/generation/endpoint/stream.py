@@ -59,14 +59,14 @@ class Stream:
         await self._write(self._head | {"choices": [choice]})
 
     async def _write(self, event: Json | str) -> None:
-        async with self._begun:
-            if not self._response.prepared:
-                await self._response.prepare(self._http)
         text = event if isinstance(event, str) else json.dumps(event)
         try:
+            async with self._begun:
+                if not self._response.prepared:
+                    await self._response.prepare(self._http)
             await self._response.write(f"data: {text}\n\n".encode())
         except ConnectionError:
-            return  # it has gone; the answer is recorded all the same
+            return  # it has gone, maybe before the first word; the answer is recorded all the same
 
     async def close(self, index: int, message: Message, finish: str, logprobs: Json | None) -> None:
         """The rest of an answer."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from actors.generation.spec import GenerationSpec
 from actors.runtime.child import PYTHON, Child
 from actors.runtime.context import Context
 from actors.runtime.deadline import beside, within
+from actors.runtime.listener import Listener, http_log
 from actors.runtime.miles import Decode, MilesSample
 from actors.runtime.prompts import decoder_of
 from actors.runtime.refusals import Row, RunEnds
@@ -38,6 +39,7 @@ PARTS_S = 60.0  # a group some of whose samples do not come is given without the
 MOST_FAILED = 3  # in a row
 MAX_BODY_BYTES = 1 << 30
 Reply = Mapping[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Wrong(Exception):
@@ -344,21 +346,26 @@ class RolloutFunction:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Its address and its process, as long as this is open."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        @web.middleware
+        async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+            listener.admit(request)  # the function's own calls to engines show no key: a whole request will do
+            return await handler(request)
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[admit])
         app.router.add_post("/function/{verb:next|get|add}", self.serve)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
         for path in ("/workers", "/list_workers"):
             app.router.add_get(path, self.workers)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=http_log())
         await runner.setup()
+        listener = Listener(runner)
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            self.url = f"http://{host}:{port}"
+            self.url = f"http://127.0.0.1:{await listener.open('127.0.0.1', 0)}"
             async with beside(self.run()):
                 yield
         finally:
+            await listener.close()
             await runner.cleanup()
 
 

@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from actors.recorder.feed import Feed
+from actors.runtime.listener import Listener, http_log
 from bus import Bus
 from miles_async.console.verbs import Verbs
 from miles_async.console.web.guard import Guard, add_headers, refusal, token_of
@@ -98,22 +99,24 @@ async def serve(
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard.admit])
     app.on_response_prepare.append(add_headers)
     app.add_routes([*Pages(hub, read_only).routes(), *routes(Verbs(bus, run_dir))])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, logger=http_log())
     await runner.setup()
+    listener = Listener(runner)
+    guard.admitted = listener.admit
     try:
-        here = await _listen(runner, port)
+        here = await _listen(listener, port)
         say(f"console of run {bus.config.run}: http://{HOST}:{here}/?token={token}")
         await hub.run(stop)
     finally:
+        await listener.close()
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, port: int) -> int:
+async def _listen(listener: Listener, port: int) -> int:
     why = ""
     for wanted in [port] if port else [PORT, 0]:
         try:
-            site = web.TCPSite(runner, HOST, wanted)
-            await site.start()
+            return await listener.open(HOST, wanted)
         except OverflowError:
             why = "ports end at 65535"
             continue
@@ -121,6 +124,5 @@ async def _listen(runner: web.AppRunner, port: int) -> int:
             taken = error.errno == errno.EADDRINUSE
             why = "another program listens there" if taken else os.strerror(error.errno or errno.EINVAL).lower()
             continue
-        return int(runner.addresses[0][1])
     remedy = "Choose another, or leave it out for any that is free."
     raise SettingsError(f"cannot listen on {HOST}:{port}: {why}", field="--port", value=port, remedy=remedy)

@@ -40,11 +40,13 @@ def token_of(run_dir: Path | None) -> str:
 
 
 class Guard:
-    """The middleware. `read_only`: why nothing may be changed; empty = it may."""
+    """The middleware. `read_only`: why nothing may be changed; empty = it may. `admitted`: called with each request that has shown
+    the token."""
 
     def __init__(self, token: str, read_only: str = "") -> None:
         self._token = token.encode()
         self._read_only = read_only
+        self.admitted: Callable[[web.Request], object] = lambda request: None
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -66,9 +68,11 @@ class Guard:
                 return refusal(401, "wrong token: open the address that miles-async console printed")
             home = web.Response(status=303, headers={"Location": "/"})  # the address bar and the history forget the token
             home.set_cookie(cookie, given, httponly=True, samesite="Strict", path="/")
+            self.admitted(request)
             return home
         if not by_header and not self._is(request.cookies.get(cookie, "")):
             return refusal(401, "no token or a wrong one: open the address that miles-async console printed")
+        self.admitted(request)
         if changes and self._read_only:
             return refusal(403, f"{self._read_only}: nothing was changed")
         return await handler(request)

@@ -39,7 +39,7 @@ def routes(verbs: Verbs) -> list[web.RouteDef]:
 
     async def samples(request: web.Request) -> Any:
         asked = request.query
-        step = int(asked["step"]) if asked.get("step", "").isdigit() else None
+        step = int(asked["step"]) if asked.get("step", "").isdecimal() else None
         return await verbs.samples(asked.get("set") or None, step, asked.get("order", "worst"))
 
     async def tune(request: web.Request) -> Any:

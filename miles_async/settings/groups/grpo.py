@@ -82,13 +82,15 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     use_kl_loss: Annotated[bool, doc("Add KL to the frozen reference to the loss; coefficient 0 only reports it.")] = (
         False
     )
-    kl_loss_coef: Annotated[float, doc("For use_kl_loss: weight of the KL in the loss.", live="next step (trainer)", ge=0)] = 0.0
+    kl_loss_coef: Annotated[
+        float, doc("For use_kl_loss: weight of the KL in the loss.", live="next step (trainer)", ge=0, le=1e6)
+    ] = 0.0
     kl_loss_type: Annotated[Literal["k1", "k2", "k3", "low_var_kl"], doc("For use_kl_loss: how the KL is estimated.")] = "k1"
     use_unbiased_kl: Annotated[bool, doc("For use_kl_loss: multiply the KL by the importance ratio; makes it unbiased.")] = False
     kl_coef: Annotated[
         float, doc("For reinforce_plus_plus, its baseline form and ppo: weight of the KL taken off the reward.", ge=0)
     ] = 0.0
-    entropy_coef: Annotated[float, doc("Weight of the entropy bonus.", live="next step (trainer)", ge=0)] = 0.0
+    entropy_coef: Annotated[float, doc("Weight of the entropy bonus.", live="next step (trainer)", ge=0, le=1e6)] = 0.0
     ref_update_interval: Annotated[
         PositiveInt | None,
         doc("Rollouts after which the reference takes the policy's weights. Unset: never.", unit="rollouts"),
@@ -104,6 +106,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             aliases=("tis_threshold",),
             live="next step (trainer)",
             gt=0,
+            le=1e6,
         ),
     ] = 2.0
     tis_clip_low: Annotated[float, doc("For use_tis and use_icepop: lower bound of the weight.", ge=0)] = 0.0

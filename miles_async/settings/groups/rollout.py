@@ -104,7 +104,7 @@ shows the next one where it says <image>."""),
         doc(
             "Sampling temperature; the trainer divides its logits by it too.",
             live="next group issued (sampler)",
-            gt=0,
+            ge=0.001,
             le=100,
         ),
     ] = 1.0
