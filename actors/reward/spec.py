@@ -10,7 +10,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from actors.reward.judge import JudgeScorer
-from actors.reward.scorer import Scorers
+from actors.reward.scorer import FINAL, Scorers
 from actors.runtime.run import Refused
 from bus.messages.base import Packed, unpack_ints
 
@@ -29,6 +29,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     group_rm: bool  # all samples of a prompt are scored at once
     reward_key: str  # which part of a table is the reward
     eval_reward_key: str  # the same for evaluation; empty = reward_key
+    math_rule: str = FINAL  # the rule that the name math stands for
     skip_special_tokens: bool = True
     n_workers: int = 2  # verifier processes of a custom function
     concurrency: int = 32  # samples at once when the scorer sets no bound
@@ -54,5 +55,5 @@ def text_by(tokenizer_dir: str, *, skip_special_tokens: bool) -> Callable[[Packe
 def scorers_of(spec: RewardSpec, count: Callable[[str], None]) -> Scorers:
     """What these settings score with, not entered yet."""
     judge = JudgeScorer(spec.judge_url, model=spec.judge_model, template_path=spec.judge_template_path) if spec.judge_url else None
-    alike = ("rm_type", "custom_rm_path", "rm_url", "rm_batch_size", "n_workers", "boot_deadline_s")
+    alike = ("rm_type", "math_rule", "custom_rm_path", "rm_url", "rm_batch_size", "n_workers", "boot_deadline_s")
     return Scorers(judge=judge, count=count, **{name: getattr(spec, name) for name in alike})

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
+from actors.reward.rules import MATH_RULES
 from actors.runtime.prompts import BadRow, parts_of
 from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
@@ -24,7 +25,7 @@ from miles_async.settings.run import RunSettings
 Probe = Callable[[RunSettings], None]
 CountTokens = Callable[[Any, Sequence[Any] | None], int]
 CHECKED_ROWS = 1000
-COMPARE = frozenset(["exact_match", "contains", "f1", "math", "math_whole", "dapo", "deepscaler", "gemma_math"])
+COMPARE = frozenset(["exact_match", "contains", "f1", *MATH_RULES])
 """Shipped rules that give every answer the same reward where there is no label."""
 REWARD_ITSELF = (
     *("custom_rm_path", "custom_generate_function_path", "rollout_function_path", "custom_agent_function_path"),

@@ -38,7 +38,7 @@ NOT_COMPARED = ("model_name", "megatron_to_hf_mode", "spec", "custom_model_provi
 """Fields of the group architecture that config.json says nothing of."""
 NEEDLESS: dict[str, str] = {
     "--use-fault-tolerance": "every actor is restarted and every entry delivered again without being asked",
-    "--fully-async": "all runs are; --max-weight-staleness bounds it",
+    "--fully-async": "it means --max-weight-staleness 1 --use-tis where no bound is given",
     "--use-miles-dashboard": "the live view, report.html and the trackers show a run (docs/metrics.md)",
 }
 """Bare flags of Miles that are taken, and have nothing left to do -> why."""
