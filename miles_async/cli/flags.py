@@ -15,7 +15,7 @@ from miles_async.settings.catalog import FieldSpec, catalog, groups, names, pass
 from miles_async.settings.dump import toml_value
 from miles_async.settings.errors import GONE, Refusals, SettingsError, nearest
 from miles_async.settings.load import FlagValue
-from miles_async.settings.miles import NEEDLESS, NOT_HERE, SHORT, fate, table, why_not
+from miles_async.settings.miles import IMPLIES, NEEDLESS, NEEDLESS_VALUES, NOT_HERE, SHORT, fate, table, why_not
 
 WIDTH, INDENT = 110, 42
 SAYS_WHETHER = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -68,6 +68,12 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
             last = ""
         elif word in NEEDLESS:
             notes.append(f"{word} has no effect here: {NEEDLESS[word]}")
+        elif word in IMPLIES:
+            notes.append(f"{word} {IMPLIES[word]}")
+        elif (flag := word.partition("=")[0]) in NEEDLESS_VALUES:
+            if flag == word and rest.value_follows():
+                next(rest)
+            notes.append(f"{flag} has no effect here: {NEEDLESS_VALUES[flag]}")
         elif not word.startswith("--"):
             if word.startswith("-") and len(word) > 1:
                 close = nearest(f"-{word}", _flags()) if len(word) > 2 else ""
@@ -93,7 +99,7 @@ def _stray(word: str, flag: str) -> SettingsError | None:
     name, equals, value = flag.partition("=")
     if equals and not value:
         return SettingsError(f"{word!r} stands behind {flag} and a space", remedy=f"Write {flag}{word}.")
-    if not equals and word.lower() in SAYS_WHETHER and name in (*_flags(), *SHORT, *NEEDLESS):
+    if not equals and word.lower() in SAYS_WHETHER and name in (*_flags(), *SHORT, *NEEDLESS, *IMPLIES):
         remedy = f"Write {name}={word}." if name in _flags() else f"Write {name} alone."
         return SettingsError(f"{name} takes no word behind a space", remedy=remedy)
     return None
@@ -119,7 +125,7 @@ class _Words(Iterator[str]):
 def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> FlagValue:
     assert isinstance(rest, _Words)
     flag, equals, inline = word.partition("=")
-    if equals and flag in (*switches, *SHORT, *NEEDLESS):
+    if equals and flag in (*switches, *SHORT, *NEEDLESS, *IMPLIES):
         raise SettingsError(f"{flag} takes no value", remedy=f"Write {flag} alone.")
     if word in SHORT:
         name, value = SHORT[word]

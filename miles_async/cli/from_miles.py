@@ -16,7 +16,7 @@ from miles_async.settings.catalog import PREFIXES, names, passed_on
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import FlagValue
 from miles_async.settings.meant import Said, meant
-from miles_async.settings.miles import NEEDLESS, NOT_COMPARED, OTHERWISE, fate
+from miles_async.settings.miles import NOT_COMPARED, OTHERWISE, fate, needless
 from miles_async.settings.script import Script, Word, read_script
 
 FLAG = "--from-miles"
@@ -126,7 +126,7 @@ def _outcome(flag: _Flag, own: Parsed, refused: Refusals) -> tuple[str, bool]:
         return f"left out: this command line says --engine {engine}", False
     said = fate(name).replace("`", "")
     compared = spec is not None and spec.group == "architecture" and spec.name not in NOT_COMPARED
-    if flag.unread and (compared or name in NEEDLESS):
+    if flag.unread and (compared or needless(name)):
         return f"left out: {flag.unread}", False
     if flag.unread and said.startswith("refused"):
         return f"left out: {flag.unread}; and {said}", False

@@ -20,6 +20,7 @@ from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups,
 from miles_async.settings.derive import fill
 from miles_async.settings.errors import Refusals, SettingsError, nearest, parsed
 from miles_async.settings.functions import HOOK
+from miles_async.settings.miles import as_ours
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
 
@@ -259,6 +260,8 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
         raise SettingsError("must be a finite number", field=where, value=value)
     if isinstance(result, int) and abs(result) >= LARGEST:
         raise SettingsError("too large for a message", field=where, value=value, remedy=f"It must be {spec.expected}.")
+    if isinstance(result, str):
+        result = as_ours(spec.name, result)
     if spec.shipped and isinstance(result, str) and result not in spec.shipped and not HOOK.fullmatch(result):
         close = nearest(result, spec.shipped) or f"It must be {spec.expected}."
         raise SettingsError("no such name", field=where, value=value, remedy=close)
