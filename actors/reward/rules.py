@@ -195,6 +195,11 @@ def finished(sample: Sample) -> Value:
     return float(sample.finish == "stop")
 
 
+def zero(sample: Sample) -> Value:
+    """0 for every response: where what is learned is a teacher's, whatever the answer."""
+    return 0.0
+
+
 RULES: dict[str, Rule] = {
     **MATH_RULES,
     "contains": contains,
@@ -206,6 +211,7 @@ RULES: dict[str, Rule] = {
     "ifbench": instructions,
     "length": length,
     "random": random_bit,
+    "zero": zero,
 }
 """Every shipped rule by the name that `rm_type` gives it."""
 

@@ -14,7 +14,7 @@ import msgspec
 
 from actors.runtime.chat import Chat
 from actors.runtime.context import Context
-from actors.runtime.rows import BadData, Placed, Source, image_key, read, sources_of, unpadded, value_at
+from actors.runtime.rows import LABEL_IS_JSON, BadData, Placed, Source, image_key, read, sources_of, unpadded, value_at
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED
@@ -39,6 +39,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[str, ...]  # that ship; shown by the chat template to rows without tools of their own
     data_source_path: str  # function(path) -> rows, or a class of Miles' with get_samples, in place of reading the path
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
+    label_objects: bool = False  # a label may be an object: functions of the user's read it
     supervised: bool = False  # the data holds responses too, which are trained
     sft_loss_roles: tuple[str, ...]
     loss_mask_type: str
@@ -77,6 +78,10 @@ class BadRow(BadData):
         self.setting, self.key = setting, key
 
 
+MAY_LACK = {"metadata_key": "metadata", "tool_key": "tools"}
+"""Columns that a row may lack though they are named: Miles names these where nothing is said."""
+
+
 class Row(NamedTuple):
     """A row's parts, none of them tokenised. `tools`: descriptions for the template, None without a column of them."""
 
@@ -92,17 +97,19 @@ _LABEL = "Name a part of it (--label-key reward_model.ground_truth), or keep it 
 
 
 def parts_of(
-    row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool = False, supervised: bool = False, padded: bool = False
-) -> Row:
-    """The parts of a row by the settings that name them. `strict`: a named column must be there; else only that of the prompt, and
-    one with a dot. `supervised`: the prompt is a whole dialogue, or a text whose label is the response. `padded`: as `Placed` has
+    row: Any, keys: dict[str, str | None], *, chat: bool, strict: bool = False, supervised: bool = False, padded: bool = False,
+    objects: bool = False,
+) -> Row:  # fmt: skip
+    """The parts of a row by the settings that name them. `strict`: a named column must be there, but for `MAY_LACK`; else only that
+    of the prompt, and one with a dot. `objects`: a label may be an object, and travels as JSON. `supervised`: the prompt is a whole dialogue, or a text whose label is the response. `padded`: as `Placed` has
     it; the model shall not be shown other tools' arguments as null. Raises BadRow."""
     found: dict[str, Any] = {}
     for setting, key in keys.items():
         try:
             found[setting] = value_at(row, key) if key else None
         except KeyError:
-            if strict or setting == "input_key" or (setting == "label_key" and "." in (key or "")):
+            required = strict and MAY_LACK.get(setting.removeprefix("eval_")) != key
+            if required or setting == "input_key" or (setting == "label_key" and "." in (key or "")):
                 has = f"(it has {', '.join(map(str, row))})" if isinstance(row, dict) else f", it is {_kind(row)}"
                 raise BadRow(setting, str(key), f"it has no key {key!r} {has}") from None
             found[setting] = None
@@ -133,7 +140,8 @@ def parts_of(
             raise refused("input_key", "the last message is the assistant's, so there is nothing to answer", "Leave it out.")
     elif not (isinstance(prompt, str) and prompt.strip()):
         raise refused("input_key", f"the prompt is {_kind(prompt)}, not a non-empty string or chat messages (role, content)")
-    if isinstance(label, list | dict):
+    whole = isinstance(label, list | dict)
+    if whole and not objects:
         raise refused("label_key", f"the label KEY is {_kind(label)}, not text", _LABEL)
     if supervised and isinstance(prompt, str) and not label:
         raise refused("label_key", "supervised training needs a response: there is no label", "Set --label-key.")
@@ -150,8 +158,11 @@ def parts_of(
         raise refused("tool_key", f"the tools KEY are {_kind(tools)}, not a list of objects")
     if tools and not chat:
         raise refused("tool_key", "tools are shown by a chat template", "Set --apply-chat-template.")
-    metadata = dict(metadata or {}) | ({"tools": tools} if tools else {})
-    label = "" if label is None else str(label)
+    metadata = dict(metadata or {}) | ({"tools": tools} if tools else {}) | ({LABEL_IS_JSON: True} if whole else {})
+    try:
+        label = "" if label is None else json.dumps(label, ensure_ascii=False) if whole else str(label)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise refused("label_key", f"the label KEY is no JSON: {error}", "Keep plain values in it.") from error
     for setting, what, part in (("input_key", "prompt", prompt), ("label_key", "label", label)):
         try:
             msgspec.msgpack.encode(part, enc_hook=str)
@@ -250,6 +261,11 @@ def context_of(model_dir: str) -> int:
     return _configured(model_dir, "max_position_embeddings")
 
 
+def most_new_tokens(length: int, prompt_tokens: int, context: int) -> int:
+    """Tokens that a response may have: `length`, or what the prompt leaves of `context` (0 = no such limit), at least 1."""
+    return min(length, max(1, context - prompt_tokens)) if context else length
+
+
 class RoutedShape(msgspec.Struct, frozen=True):
     """Of the experts that a model chooses for a token. `width`: numbers, layers x top-k; layers without experts count. `wide`:
     numbers take two bytes."""
@@ -298,7 +314,7 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None, coming
         for at, number, row, padded in _rows(source, function):
             index += 1
             try:
-                found = parts_of(row, keys, chat=spec.apply_chat_template, supervised=spec.supervised, padded=padded)
+                found = parts_of(row, keys, chat=spec.apply_chat_template, supervised=spec.supervised, padded=padded, objects=spec.label_objects)
                 response: list[int] = []
                 mask: list[int] = []
                 if spec.supervised:

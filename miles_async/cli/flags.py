@@ -13,9 +13,20 @@ from functools import cache
 
 from miles_async.settings.catalog import FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.dump import toml_value
-from miles_async.settings.errors import GONE, Refusals, SettingsError, nearest
+from miles_async.settings.errors import GONE, Refusals, SettingsError, listing, nearest
 from miles_async.settings.load import FlagValue
-from miles_async.settings.miles import IMPLIES, NEEDLESS, NEEDLESS_VALUES, NOT_HERE, SHORT, fate, table, why_not
+from miles_async.settings.miles import (
+    IMPLIES,
+    NEEDLESS,
+    NEEDLESS_VALUES,
+    NO_SUCH_VALUE,
+    NOT_HERE,
+    SHORT,
+    SPELT,
+    fate,
+    table,
+    why_not,
+)
 
 WIDTH, INDENT = 110, 42
 SAYS_WHETHER = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -130,6 +141,8 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
     if word in SHORT:
         name, value = SHORT[word]
         return FlagValue(names()[name], (value,), flag)
+    if flag in SPELT:
+        return _spelt(flag, inline if equals else next(rest) if rest.value_follows() else "")
     passed = passed_on(flag)
     if flag not in _flags() and passed is not None:
         words = (inline,) if equals else tuple(_all_words(rest))
@@ -153,6 +166,16 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
     if not rest.value_follows():
         raise SettingsError(f"{flag} needs a value", remedy=f"It takes {spec.expected}.")
     return FlagValue(spec, (next(rest),), flag)
+
+
+def _spelt(flag: str, word: str) -> FlagValue:
+    """A flag of Miles whose values have other words here."""
+    name, words = SPELT[flag]
+    if word not in words:
+        why = NO_SUCH_VALUE.get(word, f"it takes {listing(words)}")
+        remedy = f"Set {names()[name].flag} {listing(sorted(set(words.values())))}, or leave it out."
+        raise SettingsError(why, field=flag, value=word, remedy=remedy)
+    return FlagValue(names()[name], (words[word],), flag)
 
 
 def _all_words(rest: _Words) -> Iterator[str]:

@@ -26,6 +26,11 @@ BATCH = (
     "rollout_all_samples_process_path",
 )
 """Functions of the user's that see many samples at once, with Miles' signatures."""
+READERS = (
+    *("custom_rm_path", "custom_generate_function_path", "rollout_function_path", "custom_agent_function_path"),
+    *("environment_path", "data_source_path"),
+)
+"""What of the user's may bring rewards or rows of its own, and reads labels as they are."""
 PACKAGES = ("miles.rollout.", "slime.rollout.", "")
 FULLY_ASYNC = ("fully_async_rollout",)
 MILES_OWN = (
@@ -35,9 +40,9 @@ MILES_OWN = (
 """Modules of rollout functions that come with Miles and slime: what they do is what we do."""
 
 
-def is_own(path: str, modules: Iterable[str]) -> bool:
+def is_own(path: str, modules: Iterable[str], packages: Iterable[str] = PACKAGES) -> bool:
     """Whether a dotted path leads into one of these modules of Miles or slime."""
-    return path.startswith(tuple(f"{package}{module}." for package in PACKAGES for module in modules))
+    return path.startswith(tuple(f"{package}{module}." for package in packages for module in modules))
 
 
 class Flat:
@@ -106,6 +111,11 @@ class Flat:
     def supervised(self) -> bool:
         """Whether the data's own responses are learned."""
         return self.loss_type in SUPERVISED
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether a function of the user's reads labels, which may be objects then."""
+        return any(self.values[name] is not None for name in READERS)
 
     @property
     def evaluates(self) -> bool:

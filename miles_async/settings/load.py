@@ -23,6 +23,7 @@ from miles_async.settings.functions import HOOK
 from miles_async.settings.miles import as_ours
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
+from miles_async.settings.theirs import in_our_words
 
 Origin = Literal["default", "file", "flag", "derived"]
 UNSET_WORD = "none"
@@ -114,6 +115,7 @@ def plain(value: Any) -> Any:
 
 def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | None, found: Refusals | None) -> Loaded:
     refused = Refusals()
+    given, said = in_our_words(given)
     for spec in catalog().values():
         if spec.required and spec.name not in given:
             refused.found.append(
@@ -129,7 +131,7 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
     if values.get("bus_url"):
         values["bus_url"] = take_password(values["bus_url"])
     full: dict[str, Origin] = {
-        name: origins.get(name, "file" if name in given else "default" if name in defaults else "derived")
+        name: (origins.get(name, "file") if name in given else "default" if name in defaults else "derived")
         for name in catalog()
     }
     tables = {
@@ -141,7 +143,7 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
     check_rules(settings.flat, refused)
     if found is None:
         refused.raise_all()
-    hints = [] if refused.found else list(notes(settings.flat))
+    hints = said + ([] if refused.found else list(notes(settings.flat)))
     if settings.model.model_dtype == "float32" and settings.model.builtin_name is None and has_gpu():
         hints.append("model_dtype = float32 on a GPU takes twice the memory of bfloat16 and trains at a fraction of its speed")
     elif full["model_dtype"] == "derived" and settings.model.model_dtype == "bfloat16":

@@ -81,6 +81,11 @@ IMPLIES = {"--fully-async": "means --max-weight-staleness 1 --use-tis, or the bo
 """Bare flags of Miles that ask for what settings of ours say -> which. `meant.py` sets them."""
 SHORT = {"--bf16": ("model_dtype", "bfloat16")}
 """Bare flags that say a value of a field of ours -> the field and the value."""
+SPELT: dict[str, tuple[str, dict[str, str]]] = {
+    "--update-weight-transfer-mode": ("update_weight_transport", {"broadcast": "nccl", "disk": "disk"}),
+}
+"""Flags of Miles that say values of a field of ours in other words -> the field, and its value for each word."""
+NO_SUCH_VALUE = {"p2p": "there is no transport that writes into engines' memory by RDMA"}
 WHY_NOT: tuple[tuple[str, str], ...] = (
     (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
@@ -190,6 +195,8 @@ def fate(flag: str) -> str:
         return f"taken, without effect: {why}"
     if flag in IMPLIES:
         return IMPLIES[flag]
+    if flag in SPELT:
+        return _spelt(flag)
     if spec is None or spec.kind == "table":
         kinds = {"megatron": "a field of megatron-core", "server_args": "passed on to SGLang", "router_args": "and to the router"}
         return kinds.get((passed_on(flag) or ("",))[0]) or f"refused: {why_not(flag) or NOT_HERE}"
@@ -202,6 +209,12 @@ def fate(flag: str) -> str:
 def _long(flag: str) -> str:
     name, value = SHORT[flag]
     return f"another name of `{catalog()[name].flag} {value}`"
+
+
+def _spelt(flag: str) -> str:
+    name, words = SPELT[flag]
+    ours = catalog()[name].flag
+    return f"another name of `{ours}`: " + ", ".join(f"{theirs} is {value}" for theirs, value in words.items())
 
 
 def table() -> Iterator[tuple[str, str]]:
@@ -220,6 +233,8 @@ def table() -> Iterator[tuple[str, str]]:
     for flag, why in (NEEDLESS | NEEDLESS_VALUES).items():
         yield flag, f"taken, without effect: {why}"
     yield from IMPLIES.items()
+    for flag in SPELT:
+        yield flag, _spelt(flag)
     for why, flags in WHY_NOT:
         for flag in flags.split():
             yield flag, f"not here. {why}"

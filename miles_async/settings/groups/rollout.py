@@ -7,7 +7,7 @@ from miles_async.settings.doc import Group, PositiveInt, doc
 SCORERS = (
     *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa"),
     *("ifbench", "judge", "length", "math", "math_boxed", "math_final", "math_whole", "random", "reasoning_gym", "remote_rm"),
-    "unit_tests",
+    *("unit_tests", "zero"),
 )
 RM_TYPES = (*SCORERS, *(f"boxed_{name}" for name in SCORERS))
 FILTERS = ("none", "check_reward_nonzero_std", "nonzero_std", "no_truncation")
@@ -127,7 +127,10 @@ shows the next one where it says <image>."""),
     ] = None
     rollout_max_context_len: Annotated[
         PositiveInt | None,
-        doc("Most tokens of prompt and response together. Unset: the model's context.", unit="tokens"),
+        doc(
+            "Most tokens of prompt and response together; a response is cut to what its prompt leaves. Unset: the model's context.",
+            unit="tokens",
+        ),
     ] = None
     rollout_stop_token_ids: Annotated[
         tuple[int, ...], doc("Token ids that end a response, beside the tokenizer's end token.")
