@@ -101,14 +101,15 @@ def parts_of(
     objects: bool = False,
 ) -> Row:  # fmt: skip
     """The parts of a row by the settings that name them. `strict`: a named column must be there, but for `MAY_LACK`; else only that
-    of the prompt, and one with a dot. `objects`: a label may be an object, and travels as JSON. `supervised`: the prompt is a whole dialogue, or a text whose label is the response. `padded`: as `Placed` has
-    it; the model shall not be shown other tools' arguments as null. Raises BadRow."""
+    of the prompt, and one with a dot. `objects`: a label may be an object, and travels as JSON. `supervised`: the prompt is a whole
+    dialogue, or a text whose label is the response. `padded`: as `Placed` has it; the model shall not be shown other tools' arguments
+    as null. Raises BadRow."""
     found: dict[str, Any] = {}
     for setting, key in keys.items():
         try:
             found[setting] = value_at(row, key) if key else None
         except KeyError:
-            required = strict and MAY_LACK.get(setting.removeprefix("eval_")) != key
+            required = strict and MAY_LACK.get(setting) != key
             if required or setting == "input_key" or (setting == "label_key" and "." in (key or "")):
                 has = f"(it has {', '.join(map(str, row))})" if isinstance(row, dict) else f", it is {_kind(row)}"
                 raise BadRow(setting, str(key), f"it has no key {key!r} {has}") from None
@@ -314,7 +315,8 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None, coming
         for at, number, row, padded in _rows(source, function):
             index += 1
             try:
-                found = parts_of(row, keys, chat=spec.apply_chat_template, supervised=spec.supervised, padded=padded, objects=spec.label_objects)
+                how = {"chat": spec.apply_chat_template, "supervised": spec.supervised, "objects": spec.label_objects}
+                found = parts_of(row, keys, padded=padded, **how)
                 response: list[int] = []
                 mask: list[int] = []
                 if spec.supervised:

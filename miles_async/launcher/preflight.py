@@ -187,12 +187,11 @@ def check_prompt_data(
     return DataInfo(rows, tuple(head))
 
 
-def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, *, chat: bool, supervised: bool, objects: bool) -> None:
+def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, **how: bool) -> None:
     """SettingsError under the field that names the column."""
     fields = {name.removeprefix("eval_"): name for name in keys}
     try:
-        named = {name: keys[field] for name, field in fields.items()}
-        parts_of(row, named, chat=chat, strict=True, supervised=supervised, objects=objects)
+        parts_of(row, {name: keys[field] for name, field in fields.items()}, strict=True, **how)
     except BadRow as error:
         hint = nearest(error.key, row) if "has no key" in error.problem else ""
         field = fields[error.setting]  # of held-out prompts another flag than the one that the row's reader names

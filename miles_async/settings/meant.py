@@ -126,7 +126,7 @@ MEANT: tuple[Meant, ...] = (
           lambda said: not said.supervised and "custom_rm_path" not in said.values),
     Meant("no_save", ("true",), "no interval is given, so Miles writes no checkpoint",
           lambda said: not said.saves and not {"load", "save_hf", "finetune"} & said.values.keys()),
-    Meant("save_interval", (), "left out, Miles writes no checkpoint; here one is written every 10 rollouts, for --load or --save-hf",
+    Meant("save_interval", (), "left out, Miles writes no checkpoint; here, with --load or --save-hf, one every 10 rollouts",
           lambda said: not said.saves and bool({"load", "save_hf", "finetune"} & said.values.keys())),
     Meant("lr_decay_style", ("linear",), "Megatron's default", lambda said: said.backend == "megatron"),
     Meant("adam_beta2", ("0.95",), "the default of Miles' FSDP backend", lambda said: said.backend == "fsdp"),

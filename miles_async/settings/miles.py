@@ -164,7 +164,7 @@ OWN_PATHS: dict[str, dict[str, str]] = {
     },
     "buffer_filter_path": {"rollout.data_source.pop_first": "fifo"},
 }
-"""Setting -> path of a function within Miles or slime -> what is the same here. check_no_aborted: no aborted sample ends a group."""
+"""Setting -> path of a function of Miles or slime -> what is the same here. check_no_aborted: no aborted sample ends a group."""
 NOT_HERE = "There is nothing like it here."
 
 

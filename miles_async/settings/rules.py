@@ -183,7 +183,8 @@ def notes(s: Flat) -> Iterator[str]:
         )
     for name in ("rollout_max_response_len", "eval_max_response_len"):
         if s.rollout_max_context_len is not None and s.values[name] >= s.rollout_max_context_len:
-            yield f"{name} = {s.values[name]} is cut to what a prompt leaves of rollout_max_context_len = {s.rollout_max_context_len}"
+            whole = f"rollout_max_context_len = {s.rollout_max_context_len}"
+            yield f"{name} = {s.values[name]} is cut to what a prompt leaves of {whole}"
     longest = s.rollout_max_context_len or s.rollout_max_response_len + (s.rollout_max_prompt_len or 0)
     if s.use_dynamic_batch_size and longest > s.max_tokens_per_gpu:
         yield (

@@ -1,11 +1,11 @@
-"""(pure) Settings as scripts of Miles and slime give them, in our words: functions that come with Miles and what ships here in their
-place, and what Miles ignores."""
+"""(pure) Settings as scripts of Miles and slime give them, in our words: functions that come with Miles, and what Miles ignores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from miles_async.settings.derive import SUPERVISED
 from miles_async.settings.flat import PACKAGES, is_own
 
 BY_NAME = {
@@ -17,6 +17,11 @@ BY_NAME = {
 }  # fmt: skip
 """Setting -> modules of Miles' own that do what is done without the setting, and what is told."""
 WHOLE = tuple(filter(None, PACKAGES))
+OF_ENGINES = (
+    *("colocate", "offload", "offload_train", "offload_rollout", "rollout_num_gpus", "rollout_num_gpus_per_engine", "server_args"),
+    *("router_args", "eval_interval", "eval_prompt_data", "eval_config", "update_weight_transport"),
+)
+"""What is nothing where no engine runs."""
 DISTILLATION = ("on_policy_distillation",)
 NOTHING = "zero"  # the reward where the teacher's log-probs are all that is learned
 
@@ -29,12 +34,22 @@ def in_our_words(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             del found[name]
             told.append(f"{name} = {path} is not called: {why}")
     _distil(found, told)
-    ours = found.get("actor_num_gpus_per_node", 1)
-    if found.get("colocate") and found.get("engine") == "sglang" and found.get("rollout_num_gpus", ours) != ours:
-        told.append(f"rollout_num_gpus = {found['rollout_num_gpus']} has no effect beside colocate: engines have the trainer's GPUs")
-    if found.get("colocate") and found.get("engine") == "sglang":
-        found.pop("rollout_num_gpus", None)
+    _supervise(found, told)
+    if found.get("colocate") and found.get("engine") == "sglang" and (given_gpus := found.pop("rollout_num_gpus", None)) is not None:
+        told.append(f"rollout_num_gpus = {given_gpus} has no effect beside colocate: engines have the trainer's GPUs")
     return found, told
+
+
+def _supervise(found: dict[str, Any], told: list[str]) -> None:
+    """Miles' supervised training alone: batches come from the data, not from a recording, and there is no engine."""
+    if not found.get("debug_train_only") or found.get("loss_type") not in SUPERVISED or found.get("load_debug_rollout_data"):
+        return
+    left = [name for name in ("debug_train_only", *OF_ENGINES) if name in found]
+    for name in left:
+        del found[name]
+    found["engine"] = "none"
+    told.append(f"debug_train_only with loss_type {found['loss_type']} is engine = none: no engines are started (without effect: "
+                f"{', '.join(left[1:]) or 'nothing else'})")
 
 
 def _distil(found: dict[str, Any], told: list[str]) -> None:
@@ -49,4 +64,5 @@ def _distil(found: dict[str, Any], told: list[str]) -> None:
         found["opd_teacher_urls"] = tuple(url.removesuffix("/").removesuffix("/generate") for url in urls)
     found.setdefault("rm_type", NOTHING)
     teachers = ", ".join(found.get("opd_teacher_urls", ())) or "none"
-    told.append(f"custom_rm_path = {path} is not called: opd_teacher_urls ({teachers}) are asked, and rm_type is {found['rm_type']}")
+    asked = f"opd_teacher_urls ({teachers}) are asked, and rm_type is {found['rm_type']}"
+    told.append(f"custom_rm_path = {path} is not called: {asked}")

@@ -196,7 +196,8 @@ class Live:
             raise Poison("session.world(): this run keeps no environments. Set --environment-path.")
         if self._world is None:
             t = self.task
-            task = {"sample_id": t.sample_id, "prompt": t.prompt_text, "label": label_of(t.label, t.metadata), "metadata": t.metadata}
+            label = label_of(t.label, t.metadata)
+            task = {"sample_id": t.sample_id, "prompt": t.prompt_text, "label": label, "metadata": t.metadata}
             again = partial(self._leave, "diverged")
             self._world = World(self, t.sample_id, task, self._worlds.ask, again, deadline_s=self._worlds.deadline_s)
         return self._world

@@ -151,7 +151,7 @@ shows the next one where it says <image>."""),
     math_rule: Annotated[
         Literal["math_final", "math_boxed"],
         doc(
-            "Which rule the name math stands for, in rm_type, a prompt's metadata and held-out sets: math_final takes the last box, "
+            "Which rule the name math stands for, in rm_type, in metadata and for held-out sets: math_final takes the last box, "
             "`answer is`, or the last number for the answer; math_boxed the last box alone, as Miles' math does.", ours=True
         ),
     ] = "math_final"
