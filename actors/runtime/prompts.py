@@ -102,8 +102,8 @@ def parts_of(
 ) -> Row:  # fmt: skip
     """The parts of a row by the settings that name them. `strict`: a named column must be there, but for `MAY_LACK`; else only that
     of the prompt, and one with a dot. `objects`: a label may be an object, and travels as JSON. `supervised`: the prompt is a whole
-    dialogue, or a text whose label is the response. `padded`: as `Placed` has it; the model shall not be shown other tools' arguments
-    as null. Raises BadRow."""
+    dialogue, or a text whose label is the response. `padded`: as `Placed` has it; the model shall not be shown other tools'
+    arguments as null. Raises BadRow."""
     found: dict[str, Any] = {}
     for setting, key in keys.items():
         try:

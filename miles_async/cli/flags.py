@@ -30,6 +30,7 @@ from miles_async.settings.miles import (
 
 WIDTH, INDENT = 110, 42
 SAYS_WHETHER = ("true", "false", "yes", "no", "on", "off", "1", "0")
+ALIKE = 0.75  # of a misspelt flag and the one that is meant; less names flags of another thing
 METAVARS = {"int": "INT", "float": "NUMBER", "str": "TEXT"}
 
 
@@ -149,7 +150,7 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
         return FlagValue(names()[passed[0]], words, flag)
     if flag not in _flags():
         why = "" if flag.removeprefix("--").replace("-", "_") in GONE else why_not(flag)
-        close = nearest(flag, [*_flags(), *switches]) or "See train --help."
+        close = nearest(flag, [*_flags(), *switches], cutoff=ALIKE) or "See train --help."
         raise SettingsError(f"{flag} is not a flag", remedy=f"Miles has it. {why}" if why else close)
     spec, positive = _flags()[flag]
     if spec.kind == "bool":

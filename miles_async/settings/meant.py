@@ -78,18 +78,14 @@ class Meant(NamedTuple):
     @property
     def value(self) -> FlagValue:
         """As a flag would give it."""
-        return FlagValue(catalog()[self.field], self.words, catalog()[self.field].flag)
+        spec = catalog()[self.field]
+        return FlagValue(spec, self.words, (spec.negative_flag if self.words == ("false",) else None) or spec.flag)
 
     @property
     def text(self) -> str:
         """The flag with its value, and why."""
-        spec = catalog()[self.field]
-        if not self.words:
-            return f"{spec.flag}: {self.why}"
-        shown = f"{spec.flag} {' '.join(self.words)}"
-        if spec.kind == "bool":
-            shown = spec.flag if self.words == ("true",) else spec.negative_flag or shown
-        return f"{shown}: {self.why}"
+        words = () if catalog()[self.field].kind == "bool" else self.words
+        return f"{' '.join((self.value.typed, *words))}: {self.why}"
 
 
 def _several_nodes(said: Said) -> bool:
@@ -158,6 +154,7 @@ UNLIKE: Mapping[str, str] = {
     "eval_tool_key": "as in training in both",
     "eval_top_k": "as in training in both",
     "eval_top_p": "as in training in both",
+    "generate_tool_call_parser": "the one that the chat template teaches; Miles needs it named",
     "global_batch_size": "all samples of a rollout in both",
     "hf_checkpoint": "required in both",
     "load": "the same command resumes here; without checkpoints there is nothing to resume",
@@ -166,7 +163,6 @@ UNLIKE: Mapping[str, str] = {
     "loss_type": "policy_loss in both",
     "max_tokens_per_gpu": "how a batch is cut, not what is learned",
     "max_weight_staleness": "0 is a run of train.py; what generates ahead has a bound here (_bound)",
-    "megatron_to_hf_mode": "has no effect",
     "mlflow_experiment_name": "where numbers go",
     "normalize_advantages": "Miles refuses the estimators that whiten without it",
     "num_steps_per_rollout": "1 in both",

@@ -35,8 +35,9 @@ def in_our_words(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             told.append(f"{name} = {path} is not called: {why}")
     _distil(found, told)
     _supervise(found, told)
-    if found.get("colocate") and found.get("engine") == "sglang" and (given_gpus := found.pop("rollout_num_gpus", None)) is not None:
-        told.append(f"rollout_num_gpus = {given_gpus} has no effect beside colocate: engines have the trainer's GPUs")
+    shares = found.get("colocate") and found.get("engine") == "sglang"
+    if shares and (gpus := found.pop("rollout_num_gpus", None)) is not None:
+        told.append(f"rollout_num_gpus = {gpus} has no effect beside colocate: engines have the trainer's GPUs")
     return found, told
 
 
