@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from actors.runtime.rows import label_of
+from actors.runtime.labels import label_of
 from bus.errors import Poison, Transient
 from bus.messages.base import Packed
 from bus.messages.samples import Episode, RolloutDone

@@ -11,7 +11,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-from actors.runtime.rows import label_of
+from actors.runtime.labels import label_of
 from bus.messages.base import unpack_floats, unpack_ints
 from bus.messages.samples import SampleTask, Scored
 

@@ -14,7 +14,8 @@ import msgspec
 
 from actors.runtime.chat import Chat
 from actors.runtime.context import Context
-from actors.runtime.rows import LABEL_IS_JSON, BadData, Placed, Source, image_key, read, sources_of, unpadded, value_at
+from actors.runtime.labels import LABEL_IS_JSON
+from actors.runtime.rows import BadData, Placed, Source, image_key, read, sources_of, unpadded, value_at
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,6 @@ from actors.runtime.run import Refused
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 GYM = "reasoning_gym:"
-LABEL_IS_JSON = "label_is_json"  # in the metadata of a sample whose label is an object
 MOST_ROWS = 20_000_000  # of a function; more is taken for a source without an end
 _SOURCE = re.compile(r"(?:(?P<weight>\d+(?:\.\d+)?)\*)?(?P<path>.+?)(?:@\[(?P<start>-?\d*):(?P<stop>-?\d*)\])?")
 Row = dict[str, Any]
@@ -102,11 +101,6 @@ def value_at(row: Any, key: str) -> Any:
             break
         found = found[head]
     raise KeyError(key)
-
-
-def label_of(text: str, metadata: Mapping[str, Any]) -> Any:
-    """A sample's label as its row has it: an object travels as JSON, and its metadata says so."""
-    return json.loads(text) if metadata.get(LABEL_IS_JSON) is True else text
 
 
 def unpadded(value: Any) -> Any:

@@ -17,8 +17,9 @@ import msgspec
 
 from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
+from actors.runtime.labels import LABEL_IS_JSON
 from actors.runtime.leftovers import MARK, end_marked, new_mark
-from actors.runtime.rows import LABEL_IS_JSON, value_at
+from actors.runtime.rows import value_at
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe

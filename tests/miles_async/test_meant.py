@@ -182,12 +182,12 @@ def test_what_cannot_be_had_is_named(text: str, said: str) -> None:
 
 
 def test_transports_have_their_names_in_miles() -> None:
-    [value] = parse_flags("--update-weight-transfer-mode broadcast".split(), frozenset()).values
+    [value] = parse_flags(["--update-weight-transfer-mode", "broadcast"], frozenset()).values
     assert (value.spec.name, value.words) == ("update_weight_transport", ("nccl",))
 
 
 def test_flags_with_nothing_left_to_do_take_their_values_along() -> None:
-    parsed = parse_flags("--num-gpus-per-node 8 --log-probs-chunk-size=4 --log-passrate --lr 1".split(), frozenset())
+    parsed = parse_flags(["--num-gpus-per-node", "8", "--log-probs-chunk-size=4", "--log-passrate", "--lr", "1"], frozenset())
     assert [value.typed for value in parsed.values] == ["--lr"] and len(parsed.notes) == 3 and not parsed.positional
 
 

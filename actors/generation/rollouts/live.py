@@ -22,7 +22,7 @@ from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.contained import contained
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.rows import label_of
+from actors.runtime.labels import label_of
 from actors.runtime.whole import off_loop
 from bus import Entry
 from bus.errors import Poison

@@ -32,7 +32,8 @@ OF_MODEL: Mapping[str, Any] = {
     "mscale_all_dim": None, "beta_fast": None, "beta_slow": None,
 }  # fmt: skip
 """Further fields of TransformerConfig that say what is computed, not how -> what a model has whose record does not say it."""
-NEUTRAL = {"moe_router_num_groups": 1, "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 1, "rotary_scaling_factor": 1}
+NEUTRAL = {"moe_router_num_groups": 1, "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 1, "rotary_scaling_factor": 1,
+           "mscale": 1, "mscale_all_dim": 1}  # fmt: skip
 """Field -> the value that says the same as leaving it out."""
 _DEFAULTS = {"moe_router_score_function": "softmax"}
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
