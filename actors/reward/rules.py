@@ -101,8 +101,8 @@ MATH_RULES: dict[str, MathRule] = {
 }
 """What equals the label: math_final, also called math: the final answer (last box, `answer is`, last number). math_boxed: the last
 box alone, as in Miles. math_whole: the whole response, `19` and nothing around it. dapo: the last `Answer: ...` line in the last
-300 characters; gives a table. deepscaler: the box after the thinking (`</think>` or `###Response`). gemma_math: as math_final, of what
-follows the thinking, which may be Gemma's channel."""
+300 characters; gives a table. deepscaler: the box after the thinking (`</think>` or `###Response`). gemma_math: as math_final, of
+what follows the thinking, which may be Gemma's channel."""
 
 
 def f1(sample: Sample) -> Value:

@@ -1,5 +1,5 @@
-"""Defaults of Miles (arguments.py of August 2026; Megatron's and its FSDP backend's where it leaves them alone) of the flags that we
-take: names and values are facts. None: it has none of its own."""
+"""Defaults of Miles (arguments.py of August 2026; Megatron's and its FSDP backend's where it leaves them alone) of the flags that
+we take: names and values are facts. None: it has none of its own."""
 
 from __future__ import annotations
 

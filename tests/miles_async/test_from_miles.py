@@ -149,7 +149,8 @@ def test_a_script_is_tried_without_a_gpu(tmp_path: Path) -> None:
     asked = parse(["--from-miles", str(script), "--engine", "embedded", "--rollout-num-gpus", "0"])
     assert {value.typed: value.words for value in asked.values} == {
         "--dynamic-sampling-filter-path": ("none",), "--lr": ("1e-6",), "--engine": ("embedded",), "--rollout-num-gpus": ("0",),
-        "--actor-num-gpus-per-node": ("8",), "--n-samples-per-prompt": ("1",), "--metadata-key": ("metadata",), "--no-save": ("true",),
+        "--actor-num-gpus-per-node": ("8",), "--n-samples-per-prompt": ("1",), "--metadata-key": ("metadata",),
+        "--no-save": ("true",),
         "--no-rollout-skip-special-tokens": ("false",), "--math-rule": ("math_boxed",), "--lr-decay-style": ("linear",),
     }  # fmt: skip
     assert sum("left out: this command line says --engine embedded" in line for line in asked.told) == 2
@@ -176,7 +177,8 @@ done
     assert "X is set in what `&&` joins at run.sh:3" in said[2] and "Give --use-tis or --no-use-tis behind" in said[2]
     assert "seed is set in the `for` at run.sh:4" in said[3] and "There is no LoRA" in said[4]
     assert "Did you mean --rollout-batch-size?" in said[5] and "'b' belongs to no flag" in said[6]
-    assert "--num-layers $(layers)" in out and "left out: $(layers) is not run" in out and "train_async.py generates while it trains" in out
+    assert "--num-layers $(layers)" in out and "left out: $(layers) is not run" in out
+    assert "train_async.py generates while it trains" in out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a script of Miles means by what it leaves out: held against a list of its defaults, and as settings that a run would have."""
+"""What a script of Miles means by what it leaves out: held against a list of its defaults, and as settings of a run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_a_function_gets_the_object_and_a_rule_its_text() -> None:
 def test_a_response_has_what_its_prompt_leaves_of_the_context(tmp_path: Path) -> None:
     assert [most_new_tokens(100, prompt, 128) for prompt in (10, 100, 127, 200)] == [100, 28, 1, 1]
     assert most_new_tokens(100, 1000, 0) == 100
-    loaded = script(tmp_path, "--rm-type math --rollout-max-context-len 64 --eval-max-response-len 64 --rollout-max-response-len 64")
+    longest = "--rollout-max-context-len 64 --eval-max-response-len 64 --rollout-max-response-len 99"
+    loaded = script(tmp_path, f"--rm-type math {longest}")
     assert sum("is cut to what a prompt leaves" in note for note in loaded.notes) == 2
 
 

@@ -243,7 +243,10 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     ] = ("assistant",)
     loss_mask_type: Annotated[
         Literal["all", "last", "qwen", "qwen3", "qwen3_5", "distill_qwen"],
-        doc("For loss_type sft: all messages of sft_loss_roles are learned (all, qwen, qwen3, qwen3_5) or the last (last, distill_qwen)."),
+        doc(
+            "For loss_type sft: all messages of sft_loss_roles are learned (all, qwen, qwen3, qwen3_5) or the last (last, "
+            "distill_qwen)."
+        ),
     ] = "all"
     custom_loss_function_path: Annotated[
         str | None, doc("Dotted path of a function that replaces the whole loss. Signatures: docs/objective.md.")

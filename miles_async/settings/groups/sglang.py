@@ -134,7 +134,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "Next tokens are drawn in one pass over the logits, by a kernel of ours inside SGLang servers that we start on one GPU "
-            "each. Where top-p, top-k, deterministic mode or anything but temperature is asked for, SGLang draws as before.", ours=True
+            "each. Where top-p, top-k, deterministic mode or anything but temperature is asked for, SGLang draws as before.",
+            ours=True,
         ),
     ] = False
     sglang_server_concurrency: Annotated[
