@@ -10,7 +10,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from actors.reward.judge import JudgeScorer
-from actors.reward.scorer import FINAL, Scorers
+from actors.reward.scorer import Scorers
 from actors.runtime.run import Refused
 from bus.messages.base import Packed, unpack_ints
 
@@ -20,6 +20,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_dir: str  # holds tokenizer.json
     rm_type: str  # scorer of samples that name none
+    math_rule: str  # the rule that the name math stands for
     custom_rm_path: str  # function(sample: dict) -> float | dict, sync or async; replaces rm_type
     rm_url: tuple[str, ...]  # services for rm_type remote_rm, which answer alike
     rm_batch_size: int  # samples in one question to them
@@ -29,7 +30,6 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     group_rm: bool  # all samples of a prompt are scored at once
     reward_key: str  # which part of a table is the reward
     eval_reward_key: str  # the same for evaluation; empty = reward_key
-    math_rule: str = FINAL  # the rule that the name math stands for
     skip_special_tokens: bool = True
     n_workers: int = 2  # verifier processes of a custom function
     concurrency: int = 32  # samples at once when the scorer sets no bound

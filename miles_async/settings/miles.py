@@ -29,6 +29,7 @@ OTHERWISE: dict[str, str] = {
     "load_debug_rollout_data": "msgpack, not torch.save",
     "opd_type": "megatron means: in the trainer",
     "partial_rollout": "on by default",
+    "rm_type": "math takes the last box alone in Miles, here as --math-rule says",
     "ref_load": "a Hugging Face directory; for the Megatron backend torch_dist as well",
     "save_debug_rollout_data": "msgpack, not torch.save",
 }
