@@ -24,7 +24,7 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
 from actors.runtime.pictures import Pictures
-from actors.runtime.prompts import Tokenizer
+from actors.runtime.prompts import Tokenizer, most_new_tokens
 from actors.runtime.readable import readable
 from actors.runtime.seeds import seed_for
 from bus import Commit, Entry, Guard, Out, Reader, Tail
@@ -52,6 +52,7 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_in_flight: int = 0  # samples; 0 = all at once
     keep: int = 20  # evaluations whose samples are kept, for each data set
     stop_token_ids: tuple[int, ...] = ()
+    context: int = 0  # most tokens of a prompt and its response together; 0 = as many as engines take
     rollout_stop: tuple[str, ...]
     rm_type: str
     before_train: bool = True
@@ -222,7 +223,7 @@ class Evaluator:
                 temperature=data.temperature,
                 top_p=data.top_p,
                 top_k=data.top_k,
-                max_new_tokens=data.max_response_len,
+                max_new_tokens=most_new_tokens(data.max_response_len, len(prompt.token_ids), self._spec.context),
                 stop_token_ids=self._spec.stop_token_ids,
                 stop=self._spec.rollout_stop or msgspec.UNSET,
                 seed=seed_for(self._context.spec.run_seed, data.name, sample_id) & 0x7FFFFFFF,

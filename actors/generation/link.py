@@ -145,6 +145,10 @@ class EngineLink:
         """Start (or reach) the engine; tries again with back-off until draining, or until `given_up`. Refused: it can never
         start so."""
         context = self._context
+        if self._spec.engine == "none":
+            self.enter(State.READY)
+            await context.event("joined", "no engine: responses come from the data")
+            return
         while not context.draining.is_set() and not given_up():
             try:
                 if self.engine is not None:
@@ -185,7 +189,8 @@ class EngineLink:
         way, version, before = order.manifest.transport, order.version.id, self.state
         self._taken = order
         try:
-            await (self._relabel(order) if self._holds(order.manifest) else self._activate(order, given_up))
+            same = self._spec.engine == "none" or self._holds(order.manifest)
+            await (self._relabel(order) if same else self._activate(order, given_up))
         except (TransportFailed, WeightsUnusable, EngineUnavailable, RequestRefused) as error:
             self._taken = None
             if self.state is State.LOADING and isinstance(error, TransportFailed):
@@ -216,11 +221,12 @@ class EngineLink:
         return self.state is State.SERVING and manifest == self._files
 
     async def _relabel(self, order: Activate) -> None:
-        """The same weights as a new version: nothing is loaded, no request waits, keys and values stay good."""
-        assert self.engine is not None
+        """The same weights as a new version, or no engine that holds any: nothing is loaded, no request waits, keys and values stay
+        good."""
         self.know(order)
         started = self._context.clock.monotonic()
-        await self.engine.set_version(str(order.version.id))
+        if self.engine is not None:
+            await self.engine.set_version(str(order.version.id))
         self.pause_s = 0.0
         await self.route(joins=True)
         await self._activated(order, self._context.clock.monotonic() - started, Compared(0), "kept")

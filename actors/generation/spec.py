@@ -29,8 +29,8 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Start-up settings of a worker. `engine`: embedded (a server of our own), sglang (a real one, started here) or
-    external (running at `engine_url`). `router_url`: the router before all engines, empty = none."""
+    """Start-up settings of a worker. `engine`: embedded (a server of our own), sglang (a real one, started here), external
+    (running at `engine_url`) or none (responses come from the data). `router_url`: the router before all engines, empty = none."""
 
     model_path: str = ""
     engine: str = "embedded"

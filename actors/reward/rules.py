@@ -89,16 +89,20 @@ def _answer_after_thinking(sample: Sample) -> str | None:
     return final_answer(said)
 
 
+_FINAL = MathRule(lambda sample: final_answer(sample.response))
 MATH_RULES: dict[str, MathRule] = {
-    "math": MathRule(lambda sample: final_answer(sample.response)),
+    "math": _FINAL,
+    "math_boxed": MathRule(lambda sample: last_boxed(sample.response)),
+    "math_final": _FINAL,
     "math_whole": MathRule(lambda sample: sample.response),
     "dapo": MathRule(_dapo_answer, _dapo_value),
     "deepscaler": MathRule(_box_after_thinking),
     "gemma_math": MathRule(_answer_after_thinking),
 }
-"""What equals the label: math: the final answer (last box, `answer is`, last number). math_whole: the whole response, `19` and
-nothing around it. dapo: the last `Answer: ...` line in the last 300 characters; gives a table. deepscaler: the box after the
-thinking (`</think>` or `###Response`). gemma_math: as math, of what follows the thinking, which may be Gemma's channel."""
+"""What equals the label: math_final, also called math: the final answer (last box, `answer is`, last number). math_boxed: the last
+box alone, as in Miles. math_whole: the whole response, `19` and nothing around it. dapo: the last `Answer: ...` line in the last
+300 characters; gives a table. deepscaler: the box after the thinking (`</think>` or `###Response`). gemma_math: as math_final, of
+what follows the thinking, which may be Gemma's channel."""
 
 
 def f1(sample: Sample) -> Value:
@@ -191,6 +195,11 @@ def finished(sample: Sample) -> Value:
     return float(sample.finish == "stop")
 
 
+def zero(sample: Sample) -> Value:
+    """0 for every response: where what is learned is a teacher's, whatever the answer."""
+    return 0.0
+
+
 RULES: dict[str, Rule] = {
     **MATH_RULES,
     "contains": contains,
@@ -202,10 +211,11 @@ RULES: dict[str, Rule] = {
     "ifbench": instructions,
     "length": length,
     "random": random_bit,
+    "zero": zero,
 }
 """Every shipped rule by the name that `rm_type` gives it."""
 
-BOXED_RULES: dict[str, Rule] = {**RULES, "math": MATH_RULES["math_whole"]}
+BOXED_RULES: dict[str, Rule] = {**RULES, **dict.fromkeys(("math", "math_final", "math_boxed"), MATH_RULES["math_whole"])}
 """What follows the prefix `boxed_`: the content of the box is all of the answer already."""
 
 DEFAULT_KEYS: dict[str, str] = {"dapo": "score", "ifbench": "score"}

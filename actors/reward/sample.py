@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from actors.runtime.labels import label_of
 from bus.errors import Poison, Transient
 from bus.messages.base import Packed
 from bus.messages.samples import Episode, RolloutDone
@@ -38,8 +39,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     run_seed: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """What a custom function gets: prompt, response, label, metadata, sample_id, n_tokens, finish."""
-        fields = msgspec.structs.asdict(self)
+        """What a custom function gets: prompt, response, label (as the row has it), metadata, sample_id, n_tokens, finish."""
+        fields = msgspec.structs.asdict(self) | {"label": label_of(self.label, self.metadata)}
         del fields["run_seed"]
         return fields
 

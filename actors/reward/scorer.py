@@ -27,6 +27,8 @@ BOXED = "boxed_"
 REMOTE, JUDGE, GYM = "remote_rm", "judge", "reasoning_gym"
 OTHERS = (code.NAME, GYM, JUDGE, REMOTE)
 """Shipped names that are no rule."""
+MATH, FINAL = "math", "math_final"
+"""A rule and its other name, which Miles gives to another rule: math_rule says which."""
 ANSWER_CHARS = 64
 SECOND_LOOK_S = 5.0  # of math-verify at one answer; 24 ms are usual
 
@@ -125,6 +127,7 @@ class Scorers:
         *,
         rm_type: str,
         custom_rm_path: str = "",
+        math_rule: str = FINAL,
         rm_url: Sequence[str] = (),
         rm_batch_size: int = 1,
         judge: JudgeScorer | None = None,
@@ -150,6 +153,8 @@ class Scorers:
 
         self._table: dict[str, Scorer] = {name: scorer(name, rule) for name, rule in RULES.items()}
         self._table |= {BOXED + name: BoxedScorer(scorer(name, rule)) for name, rule in BOXED_RULES.items()}
+        if math_rule != FINAL:
+            self._table |= {prefix + MATH: self._table[prefix + math_rule] for prefix in ("", BOXED)}
         own: list[Scorer] = [self._code, self._gym]
         own += [one for one in (self._remote, self._judge) if one is not None]
         self._table |= {one.name: one for one in own} | {BOXED + one.name: BoxedScorer(one) for one in own}

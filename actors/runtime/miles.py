@@ -11,6 +11,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+from actors.runtime.labels import label_of
 from bus.messages.base import unpack_floats, unpack_ints
 from bus.messages.samples import SampleTask, Scored
 
@@ -43,7 +44,7 @@ class MilesSample(SimpleNamespace):
             "prompt_tokens": tuple(prompt),
             "response": "",
             "response_length": 0,
-            "label": task.label,
+            "label": label_of(task.label, task.metadata),
             "metadata": dict(task.metadata),
             "loss_mask": None,
             "rollout_log_probs": None,

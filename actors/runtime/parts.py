@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from actors.runtime.labels import LABEL_IS_JSON
 from actors.runtime.rows import BadData, unpadded, value_at
 from actors.runtime.vision import place
 
@@ -64,6 +65,10 @@ _WHAT = {"input_key": "prompt", "label_key": "label", "metadata_key": "metadata"
 _NO_PICTURES = object()
 
 
+MAY_LACK = {"metadata_key": "metadata", "tool_key": "tools"}
+"""Columns that a row may lack though they are named: Miles names these where nothing is said."""
+
+
 def parts_of(
     row: Any,
     keys: Mapping[str, str | None],
@@ -72,10 +77,12 @@ def parts_of(
     strict: bool = False,
     supervised: bool = False,
     padded: bool = False,
+    objects: bool = False,
 ) -> Row:
-    """The parts of a row by the settings that name them. `strict`: a named column must be there; else only that of the prompt, and
-    one with a dot. `supervised`: the prompt is a whole dialogue, or a text whose label is the response. `padded`: as `Placed` has
-    it; the model shall not be shown other tools' arguments as null. Raises BadRow.
+    """The parts of a row by the settings that name them. `strict`: a named column must be there, but for `MAY_LACK`; else only that
+    of the prompt, and one with a dot. `supervised`: the prompt is a whole dialogue, or a text whose label is its response.
+    `padded`: as `Placed` has it; the model shall not be shown other tools' arguments as null. `objects`: a label may be an object or a list,
+    and travels as JSON. Raises BadRow.
 
     >>> parts_of({"prompt": "1+1=", "label": 2.0}, {"input_key": "prompt", "label_key": "label"}, chat=False).label
     '2'
@@ -85,19 +92,24 @@ def parts_of(
         try:
             found[setting] = value_at(row, key) if key else None
         except KeyError:
-            if strict or setting == "input_key" or (setting == "label_key" and "." in (key or "")):
+            required = strict and MAY_LACK.get(setting) != key
+            if required or setting == "input_key" or (setting == "label_key" and "." in (key or "")):
                 has = f"(it has {', '.join(map(str, row))})" if isinstance(row, dict) else f", it is {kind_of(row)}"
                 raise BadRow(setting, str(key), f"it has no key {key!r} {has}") from None
             found[setting] = None
     try:
         shown = found.get("multimodal_keys") if keys.get("multimodal_keys") else _NO_PICTURES
         prompt, pictures = _prompt(found["input_key"], shown, chat=chat, supervised=supervised, padded=padded)
-        label = _label(found.get("label_key"))
+        given, known = found.get("label_key"), {}
+        if objects and isinstance(given, list | dict):
+            label, known = _label_as_json(given), {LABEL_IS_JSON: True}
+        else:
+            label = _label(given)
         if supervised and isinstance(prompt, str) and not label:
             raise _Odd("label_key", "supervised training needs a response: there is no label", "Set --label-key.")
         metadata = _table(found.get("metadata_key"))
         tools = _tools(found.get("tool_key"), chat=chat, padded=padded)
-        metadata |= {"tools": tools} if tools else {}
+        metadata |= ({"tools": tools} if tools else {}) | known
         for setting, part in (("input_key", prompt), ("label_key", label), ("metadata_key", metadata)):
             try:
                 msgspec.msgpack.encode(part)
@@ -241,6 +253,14 @@ def _label(given: Any) -> str:
             return str(int(label))
         return format(label.normalize(), "f") if isinstance(label, Decimal) else str(label)
     return "" if label is None else str(label)
+
+
+def _label_as_json(given: Any) -> str:
+    """A label that a function of the user's reads as the row has it."""
+    try:
+        return json.dumps(given, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _Odd("label_key", f"the label KEY is no JSON: {error}", "Keep plain values in it.") from error
 
 
 def _table(given: Any) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[str, ...]  # that ship; shown by the chat template to rows without tools of their own
     data_source_path: str  # function(path) -> rows, or a class of Miles' with get_samples, in place of reading the path
     max_prompt_len: int = 0  # tokens; longer prompts are left out; 0 = no limit
+    label_objects: bool = False  # a label may be an object: functions of the user's read it
     supervised: bool = False  # the data holds responses too, which are trained
     sft_loss_roles: tuple[str, ...]
     loss_mask_type: str
@@ -154,6 +155,11 @@ def context_of(model_dir: str) -> int:
     return _configured(model_dir, "max_position_embeddings")
 
 
+def most_new_tokens(length: int, prompt_tokens: int, context: int) -> int:
+    """Tokens that a response may have: `length`, or what the prompt leaves of `context` (0 = no such limit), at least 1."""
+    return min(length, max(1, context - prompt_tokens)) if context else length
+
+
 class RoutedShape(msgspec.Struct, frozen=True):
     """Of the experts that a model chooses for a token. `width`: numbers, layers x top-k; layers without experts count. `wide`:
     numbers take two bytes."""
@@ -202,7 +208,8 @@ def load_prompts(spec: DataSpec, values: Mapping[str, Any] | None = None, coming
         for at, number, row, padded in _rows(source, function):
             index += 1
             try:
-                found = parts_of(row, keys, chat=spec.apply_chat_template, supervised=spec.supervised, padded=padded)
+                how = {"chat": spec.apply_chat_template, "supervised": spec.supervised, "objects": spec.label_objects}
+                found = parts_of(row, keys, padded=padded, **how)
                 response: list[int] = []
                 mask: list[int] = []
                 if spec.supervised:

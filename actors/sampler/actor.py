@@ -17,7 +17,7 @@ from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
 from actors.runtime.pictures import Pictures
-from actors.runtime.prompts import DataSpec, Prompt, Prompts, read_apart
+from actors.runtime.prompts import DataSpec, Prompt, Prompts, most_new_tokens, read_apart
 from actors.runtime.run import RunEnds
 from actors.runtime.seeds import seed_for
 from actors.runtime.staleness import rule_of
@@ -48,6 +48,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_rollout: int
     shuffle: bool = True
     stop_token_ids: tuple[int, ...] = ()
+    context: int = 0  # most tokens of a prompt and its response together; 0 = as many as engines take
     rollout_stop: tuple[str, ...]
     rm_type: str
     top_k: int = -1
@@ -322,6 +323,7 @@ class Sampler:
         """The samples of a group that are open under its key; they begin under the version served now or a later one."""
         spec = self._spec
         tokens = pack_ints(prompt.token_ids)
+        context = 0 if prompt.response else spec.context
         tasks: list[SampleTask] = []
         for index in group.indexes:
             sample_id = f"{group.group_id}/{index}"
@@ -341,7 +343,7 @@ class Sampler:
                         temperature=1.0 if prompt.response else float(knobs.rollout_temperature),
                         top_p=float(knobs.rollout_top_p),
                         top_k=spec.top_k,
-                        max_new_tokens=int(knobs.rollout_max_response_len),
+                        max_new_tokens=most_new_tokens(int(knobs.rollout_max_response_len), len(prompt.token_ids), context),
                         stop_token_ids=spec.stop_token_ids,
                         stop=spec.rollout_stop or msgspec.UNSET,
                         seed=seed_for(self._context.spec.run_seed, sample_id, group.attempt) & 0x7FFFFFFF,

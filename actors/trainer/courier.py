@@ -183,8 +183,8 @@ class Courier:
         self._ready, self._reported = set(), set()
         self._moved, self._kept = False, []
         self._taken.clear()
-        if self._backend.unchanged:
-            self._stage, self._written = Stage.HELD, (NEVER_AGAIN, WeightManifest(path=self._backend.unchanged))
+        if still := self._spec.still or self._backend.unchanged:
+            self._stage, self._written = Stage.HELD, (NEVER_AGAIN, WeightManifest(path=still))
             await self._announce(version, self._written[1], began)
             return
         target = version_dir(self._weights_dir, version.id)

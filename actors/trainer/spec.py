@@ -18,6 +18,7 @@ class CourierSpec(msgspec.Struct, frozen=True, kw_only=True):
     check_equal: bool = False
     copy: bool = True  # nccl: on the GPU, so that the weights may move while engines take it
     verbosity: int = 0  # how much the log says of each version
+    still: str = ""  # directory that every version names, where no engine takes weights; empty = they travel
     keep_copy: bool = False  # disk: in host memory, to write files anew once the weights sleep or have moved on
 
 

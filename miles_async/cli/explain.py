@@ -11,6 +11,7 @@ from miles_async.cli.flags import WIDTH, default_text, usage
 from miles_async.settings.catalog import FieldSpec, catalog, names, passed_on
 from miles_async.settings.errors import SettingsError, nearest
 from miles_async.settings.flat import Flat
+from miles_async.settings.meant import MEANT, UNLIKE
 from miles_async.settings.miles import NOT_HERE, fate
 
 MARGIN = 14
@@ -64,7 +65,9 @@ def _in_miles(spec: FieldSpec) -> str:
     also = f"; also {aliases}" if aliases else ""
     if spec.ours or spec.kind == "table":
         return f"no such flag{also}"
-    return fate(spec.flag).replace("`", "").replace("the same", "the same flag") + also
+    said = next((f"--from-miles sets {one.text}" for one in MEANT if one.field == spec.name and one.words), "")
+    said = said or (f"left out, {UNLIKE[spec.name]}" if spec.name in UNLIKE else "")
+    return fate(spec.flag).replace("`", "").replace("the same", "the same flag") + also + (f"; {said}" if said else "")
 
 
 def rules_on(name: str) -> list[str]:

@@ -13,12 +13,24 @@ from functools import cache
 
 from miles_async.settings.catalog import FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.dump import toml_value
-from miles_async.settings.errors import GONE, Refusals, SettingsError, nearest
+from miles_async.settings.errors import GONE, Refusals, SettingsError, listing, nearest
 from miles_async.settings.load import FlagValue
-from miles_async.settings.miles import NEEDLESS, NOT_HERE, SHORT, fate, table, why_not
+from miles_async.settings.miles import (
+    IMPLIES,
+    NEEDLESS,
+    NEEDLESS_VALUES,
+    NO_SUCH_VALUE,
+    NOT_HERE,
+    SHORT,
+    SPELT,
+    fate,
+    table,
+    why_not,
+)
 
 WIDTH, INDENT = 110, 42
 SAYS_WHETHER = ("true", "false", "yes", "no", "on", "off", "1", "0")
+ALIKE = 0.75  # of a misspelt flag and the one that is meant; less names flags of another thing
 METAVARS = {"int": "INT", "float": "NUMBER", "str": "TEXT"}
 
 
@@ -68,6 +80,12 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
             last = ""
         elif word in NEEDLESS:
             notes.append(f"{word} has no effect here: {NEEDLESS[word]}")
+        elif word in IMPLIES:
+            notes.append(f"{word} {IMPLIES[word]}")
+        elif (flag := word.partition("=")[0]) in NEEDLESS_VALUES:
+            if flag == word and rest.value_follows():
+                next(rest)
+            notes.append(f"{flag} has no effect here: {NEEDLESS_VALUES[flag]}")
         elif not word.startswith("--"):
             if word.startswith("-") and len(word) > 1:
                 close = nearest(f"-{word}", _flags()) if len(word) > 2 else ""
@@ -93,7 +111,7 @@ def _stray(word: str, flag: str) -> SettingsError | None:
     name, equals, value = flag.partition("=")
     if equals and not value:
         return SettingsError(f"{word!r} stands behind {flag} and a space", remedy=f"Write {flag}{word}.")
-    if not equals and word.lower() in SAYS_WHETHER and name in (*_flags(), *SHORT, *NEEDLESS):
+    if not equals and word.lower() in SAYS_WHETHER and name in (*_flags(), *SHORT, *NEEDLESS, *IMPLIES):
         remedy = f"Write {name}={word}." if name in _flags() else f"Write {name} alone."
         return SettingsError(f"{name} takes no word behind a space", remedy=remedy)
     return None
@@ -119,18 +137,20 @@ class _Words(Iterator[str]):
 def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> FlagValue:
     assert isinstance(rest, _Words)
     flag, equals, inline = word.partition("=")
-    if equals and flag in (*switches, *SHORT, *NEEDLESS):
+    if equals and flag in (*switches, *SHORT, *NEEDLESS, *IMPLIES):
         raise SettingsError(f"{flag} takes no value", remedy=f"Write {flag} alone.")
     if word in SHORT:
         name, value = SHORT[word]
         return FlagValue(names()[name], (value,), flag)
+    if flag in SPELT:
+        return _spelt(flag, inline if equals else next(rest) if rest.value_follows() else "")
     passed = passed_on(flag)
     if flag not in _flags() and passed is not None:
         words = (inline,) if equals else tuple(_all_words(rest))
         return FlagValue(names()[passed[0]], words, flag)
     if flag not in _flags():
         why = "" if flag.removeprefix("--").replace("-", "_") in GONE else why_not(flag)
-        close = nearest(flag, [*_flags(), *switches]) or "See train --help."
+        close = nearest(flag, [*_flags(), *switches], cutoff=ALIKE) or "See train --help."
         raise SettingsError(f"{flag} is not a flag", remedy=f"Miles has it. {why}" if why else close)
     spec, positive = _flags()[flag]
     if spec.kind == "bool":
@@ -147,6 +167,16 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
     if not rest.value_follows():
         raise SettingsError(f"{flag} needs a value", remedy=f"It takes {spec.expected}.")
     return FlagValue(spec, (next(rest),), flag)
+
+
+def _spelt(flag: str, word: str) -> FlagValue:
+    """A flag of Miles whose values have other words here."""
+    name, words = SPELT[flag]
+    if word not in words:
+        why = NO_SUCH_VALUE.get(word, f"it takes {listing(words)}")
+        remedy = f"Set {names()[name].flag} {listing(sorted(set(words.values())))}, or leave it out."
+        raise SettingsError(why, field=flag, value=word, remedy=remedy)
+    return FlagValue(names()[name], (words[word],), flag)
 
 
 def _all_words(rest: _Words) -> Iterator[str]:

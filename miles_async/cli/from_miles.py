@@ -15,7 +15,8 @@ from miles_async.cli.flags import Parsed, parse_flags
 from miles_async.settings.catalog import PREFIXES, names, passed_on
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import FlagValue
-from miles_async.settings.miles import NEEDLESS, NOT_COMPARED, OTHERWISE, fate
+from miles_async.settings.meant import Said, meant
+from miles_async.settings.miles import NOT_COMPARED, OTHERWISE, fate, needless
 from miles_async.settings.script import Script, Word, read_script
 
 FLAG = "--from-miles"
@@ -26,7 +27,6 @@ NOT_TAKEN = {
     "MASTER_PORT": "the launcher chooses it",
 }
 """Variables that a script of Miles sets for its job -> why they are not set here."""
-ASYNC = "train_async.py trains on rollouts of one step before: --max-weight-staleness 1 --use-tis is that here; without it, 0"
 
 
 class Taken(NamedTuple):
@@ -59,13 +59,6 @@ class _Flag(NamedTuple):
         return textwrap.shorten(" ".join(word.text for word in (self.word, *self.values)), SHOWN, placeholder=" ...")
 
 
-MEANT = (
-    ("--engine", "sglang", "Miles has no other; --engine embedded is for a CPU"),
-    ("--dynamic-sampling-filter-path", "none", "Miles filters no group unless told to"),
-)
-"""Flag, value and reason where the shipped default differs from what a script that says nothing means."""
-
-
 def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -> Taken:
     """The flags of the script that a command line names; what cannot be taken is left in `refused`. What the command line itself
     gives counts instead of what the script gives. SettingsError for a script that cannot be read at all."""
@@ -82,17 +75,18 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
     flags = list(_flags(script, refused))
     known, rows = list[str](), list[tuple[str, str, str]]()
     for flag in flags:
-        said, use = _outcome(flag, own, refused)
-        rows.append((flag.shown, said, flag.word.where))
+        became, use = _outcome(flag, own, refused)
+        rows.append((flag.shown, became, flag.word.where))
         known += [flag.word.text, *(word.text for word in flag.values)] if use else []
-    given = {flag.name for flag in flags} | {value.spec.flag for value in own.values}
-    ours = [pair for pair in MEANT if pair[0] not in given]
-    parsed = parse_flags([*(word for pair in ours for word in pair[:2]), *known], frozenset(), refused)
+    parsed = parse_flags(known, frozenset(), refused)
+    said = Said.of(script.program, (*parsed.values, *own.values), [flag.name for flag in flags] + rest)
+    ours = meant(said)
     hint = "Quote a value that holds a space; give each flag one value."
     refused.found += [SettingsError(f"{path}: {word!r} belongs to no flag", remedy=hint) for word in parsed.positional]
-    rows += [("", f"{flag} {value}: {why}", "") for flag, value, why in ours]
+    rows += [("", one.text, "") for one in ours]
     head = f"{path}: {len(flags)} flags of {script.program}, at {script.where}"
-    return Taken(rest, parsed.values, (head, *_table(rows), *_beside(script)))
+    values = (*(one.value for one in ours if one.words), *parsed.values)
+    return Taken(rest, values, (head, *_table(rows), *_beside(script)))
 
 
 def _flags(script: Script, refused: Refusals) -> Iterator[_Flag]:
@@ -132,7 +126,7 @@ def _outcome(flag: _Flag, own: Parsed, refused: Refusals) -> tuple[str, bool]:
         return f"left out: this command line says --engine {engine}", False
     said = fate(name).replace("`", "")
     compared = spec is not None and spec.group == "architecture" and spec.name not in NOT_COMPARED
-    if flag.unread and (compared or name in NEEDLESS):
+    if flag.unread and (compared or needless(name)):
         return f"left out: {flag.unread}", False
     if flag.unread and said.startswith("refused"):
         return f"left out: {flag.unread}; and {said}", False
@@ -160,6 +154,4 @@ def _beside(script: Script) -> Iterator[str]:
         else:
             os.environ[name] = word.text
             yield f"  {name}={word.text} in the environment of the run"
-    if script.program == "train_async.py":
-        yield f"note: {ASYNC}"
     yield from (f"note: {note}" for note in script.notes)

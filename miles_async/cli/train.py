@@ -8,6 +8,7 @@ from miles_async.cli.from_miles import take_script
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import config_path, load
+from miles_async.settings.meant import Said, ahead
 
 HELP = ("-h", "--help")
 EXPLAIN = "--explain"
@@ -45,15 +46,17 @@ def parse(words: list[str]) -> argparse.Namespace:
     if len(parsed.positional) > 1:
         said = f"one settings file expected, got {' '.join(parsed.positional)}"
         refused.found.append(SettingsError(said, remedy="Put CONFIG before the flags."))
+    config = config_path(parsed.positional[0]) if parsed.positional else None
+    runs_ahead = () if script.told or config else ahead(Said.of("", parsed.values, script.words))
     return argparse.Namespace(
         explain=(),
         help=bool(parsed.switches.intersection(HELP)),
         topic=parsed.positional[0] if parsed.positional else "",
         dry_run=DRY_RUN in parsed.switches,
-        config=config_path(parsed.positional[0]) if parsed.positional else None,
-        values=(*script.values, *parsed.values),
+        config=config,
+        values=(*script.values, *(one.value for one in runs_ahead), *parsed.values),
         told=script.told,
-        notes=parsed.notes,
+        notes=(*parsed.notes, *(one.text for one in runs_ahead)),
         refused=refused,
     )
 

@@ -113,8 +113,8 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
     return rooms
 
 
-def courier_spec(settings: RunSettings) -> CourierSpec:
-    """How versions travel to the engines. Weights that never change stay where they are."""
+def courier_spec(settings: RunSettings, place: Place) -> CourierSpec:
+    """How versions travel to the engines. Weights that never change, or that no engine takes, stay where they are."""
     s = settings.sglang
     changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
     return CourierSpec(
@@ -124,6 +124,7 @@ def courier_spec(settings: RunSettings) -> CourierSpec:
         check_equal=s.check_weight_update_equal,
         copy=s.update_weight_copy,
         verbosity=settings.launch.debug_weight_sync,
+        still=place.model_dir if s.engine == "none" else "",
         keep_copy=bool(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
     )
 

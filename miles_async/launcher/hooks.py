@@ -4,6 +4,7 @@ own, since this one loads neither torch nor them, and the model's quantisation."
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import msgspec
 
 from actors.runtime.child import PYTHON
 from actors.runtime.fp8 import read_scheme
+from actors.runtime.labels import LABEL_IS_JSON
 from actors.runtime.leftovers import MARK, end_marked, new_mark
 from actors.runtime.rows import value_at
 from actors.runtime.run import Refused
@@ -87,19 +89,28 @@ def _sample(settings: RunSettings) -> dict[str, object]:
     r = settings.rollout
     try:
         keys = {"input_key": r.input_key, "label_key": r.label_key, "metadata_key": r.metadata_key}
-        row = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys).head[0].row
+        row = check_prompt_data(r.prompt_data, field="prompt_data", keys=keys, objects=True).head[0].row
     except SettingsError:  # refused elsewhere
         return {"sample_id": "try/0", "prompt": "1+1=", "response": "", "label": "", "metadata": {}}
     found = value_at(row, r.label_key) if r.label_key else None
-    label = "" if found is None else str(found)
-    metadata = value_at(row, r.metadata_key) if r.metadata_key else None
+    whole = isinstance(found, list | dict)
+    label = "" if found is None else json.dumps(found) if whole else str(found)
+    metadata = _value(row, r.metadata_key)
     return {
         "sample_id": "try/0",
         "prompt": str(value_at(row, r.input_key)),
         "response": label,
         "label": label,
-        "metadata": metadata if isinstance(metadata, dict) else {},
+        "metadata": (metadata if isinstance(metadata, dict) else {}) | ({LABEL_IS_JSON: True} if whole else {}),
     }
+
+
+def _value(row: dict[str, Any], key: str | None) -> Any:
+    """What lies under a key that a row may lack."""
+    try:
+        return value_at(row, key) if key else None
+    except KeyError:
+        return None
 
 
 def _try(module: str, names: str, body: bytes) -> None:

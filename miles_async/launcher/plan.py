@@ -92,6 +92,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
         objective=objective_config(settings),
         balance="none" if not s.balance_data else "flops" if s.balance_by_flops else "tokens",
         num_rollout=place.num_rollout,
+        lr_warmup_iters=s.lr_warmup_iters or round((s.lr_warmup_fraction or 0.0) * place.num_rollout),
         critic_load=place.critic_dir,
         opd_teacher_load=place.teacher_dir,
         offload_dir=place.run_dir,
@@ -104,7 +105,8 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
 def data_spec(settings: RunSettings, model_dir: str, path: str, **keys: Any) -> DataSpec:
     """How to read one prompt file; `keys` where they are not those of training."""
     longest = settings.rollout.rollout_max_prompt_len or 0
-    return told(DataSpec, settings.flat, path=path, tokenizer_dir=model_dir, max_prompt_len=longest, **keys)
+    own = {"path": path, "tokenizer_dir": model_dir, "max_prompt_len": longest, "label_objects": settings.flat.reads_labels}
+    return told(DataSpec, settings.flat, **own, **keys)
 
 
 def training_data(settings: RunSettings, model_dir: str, stop_token_ids: tuple[int, ...] = ()) -> DataSpec:
@@ -174,7 +176,7 @@ def room_specs(settings: RunSettings, place: Place, *, evaluating: bool = False)
         load=here(load_dir(settings)),
         ckpt_step=None if c.finetune or same(c.load, c.save) else c.ckpt_step,  # there the tracker was moved
         fingerprint=place.fingerprint,
-        courier=courier_spec(settings),
+        courier=courier_spec(settings, place),
         turns=turn_spec(settings),
         lookahead=lookahead,
         backend_name="none" if settings.launch.debug_rollout_only else settings.flat.train_backend,
@@ -198,6 +200,7 @@ def room_specs(settings: RunSettings, place: Place, *, evaluating: bool = False)
         SamplerSpec,
         settings.flat,
         data=training_data(settings, place.model_dir, place.stop_token_ids),
+        context=r.rollout_max_context_len or 0,
         num_rollout=place.num_rollout,
         shuffle=r.rollout_shuffle,
         stop_token_ids=place.stop_token_ids,
@@ -246,6 +249,7 @@ def _evaluator(settings: RunSettings, place: Place) -> EvaluatorSpec:
         max_in_flight=e.eval_max_in_flight or 0,
         stop_token_ids=place.stop_token_ids,
         before_train=not e.skip_eval_before_train,
+        context=settings.rollout.rollout_max_context_len or 0,
     )
 
 

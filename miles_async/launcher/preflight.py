@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
+from actors.reward.rules import MATH_RULES
 from actors.runtime.parts import BadRow, parts_of
 from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
@@ -24,13 +25,8 @@ from miles_async.settings.run import RunSettings
 Probe = Callable[[RunSettings], None]
 CountTokens = Callable[[Any, Sequence[Any] | None], int]
 CHECKED_ROWS = 1000
-COMPARE = frozenset(["exact_match", "contains", "f1", "math", "math_whole", "dapo", "deepscaler", "gemma_math"])
+COMPARE = frozenset(["exact_match", "contains", "f1", *MATH_RULES])
 """Shipped rules that give every answer the same reward where there is no label."""
-REWARD_ITSELF = (
-    *("custom_rm_path", "custom_generate_function_path", "rollout_function_path", "custom_agent_function_path"),
-    *("environment_path", "data_source_path"),
-)
-"""What of the user's may bring rewards or rows of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     keys["multimodal_keys"] = pictures = check_pictures(settings)
     prompts, refused = DataInfo(0, ()), Refusals()  # a function of the user's is tried with the other hooks
     if r.data_source_path is None:
-        how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised}
+        how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised, "objects": settings.flat.reads_labels}
         prompts = refused.attempt(check_prompt_data, r.prompt_data, field="prompt_data", keys=keys, **how) or prompts
     if prompts.rows and r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
         why = f"{r.num_epoch} epochs of {prompts.rows} prompts do not fill one rollout"
@@ -101,7 +97,8 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
         keys = {"eval_input_key": one.input_key, "eval_label_key": one.label_key, "eval_tool_key": one.tool_key}
         keys["multimodal_keys"] = pictures
         field = "eval_prompt_data" if settings.eval.eval_config is None else "eval_config"
-        found = refused.attempt(check_prompt_data, one.path, field=field, keys=keys, chat=r.apply_chat_template)
+        how = {"chat": r.apply_chat_template, "objects": settings.flat.reads_labels}
+        found = refused.attempt(check_prompt_data, one.path, field=field, keys=keys, **how)
         held_out[one.name] = found or DataInfo(0, ())
     refused.raise_all()
     return prompts, held_out
@@ -110,7 +107,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
 def check_labels(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
     """Rewards that are all alike teach nothing: a note where no column of labels is named, SettingsError where it is empty."""
     r, s = settings.rollout, settings.flat
-    theirs = s.supervised or any(s.values[name] is not None for name in REWARD_ITSELF)
+    theirs = s.supervised or s.reads_labels
     if theirs or str(r.rm_type).removeprefix("boxed_") not in COMPARE or not prompts.head:
         return ()
     if r.label_key is None:
@@ -149,7 +146,7 @@ def check_prompt_lengths(
     lengths = []
     for at, number, given, padded in prompts.head:
         try:
-            row = parts_of(given, keys, chat=r.apply_chat_template, padded=padded)
+            row = parts_of(given, keys, chat=r.apply_chat_template, padded=padded)  # keys name no label
             lengths.append(count_tokens(row.prompt, row.tools))
         except Refused as error:
             raise SettingsError(f"{at}, row {number}: {error}", field="prompt_data", value=r.prompt_data) from None
@@ -166,10 +163,10 @@ def check_prompt_lengths(
 
 
 def check_prompt_data(
-    text: str, *, field: str, keys: dict[str, str | None], chat: bool = True, supervised: bool = False
+    text: str, *, field: str, keys: dict[str, str | None], chat: bool = True, supervised: bool = False, objects: bool = False
 ) -> DataInfo:
     """Check what one setting names. `keys`: settings field -> column that must be there (None: not asked for). `chat`: whether
-    prompts may be chat messages; `supervised`: they hold the responses too."""
+    prompts may be chat messages; `supervised`: they hold the responses too; `objects`: labels may be objects."""
     rows, head, path = 0, list[Placed](), text
     try:
         for source in sources_of(text):
@@ -181,7 +178,7 @@ def check_prompt_data(
             rows += chosen
             for placed in islice(read(source), CHECKED_ROWS):
                 where = f"{field} {placed.at}, row {placed.number}"
-                _check_row(placed.row, keys, where, chat=chat, supervised=supervised)
+                _check_row(placed.row, keys, where, chat=chat, supervised=supervised, objects=objects)
                 head.append(placed)
     except BadData as error:
         named = path == text or path in error.problem  # one of several sources
@@ -190,11 +187,11 @@ def check_prompt_data(
     return DataInfo(rows, tuple(head))
 
 
-def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, *, chat: bool, supervised: bool) -> None:
+def _check_row(row: dict[str, Any], keys: dict[str, str | None], where: str, **how: bool) -> None:
     """SettingsError under the field that names the column."""
     fields = {name.removeprefix("eval_"): name for name in keys}
     try:
-        parts_of(row, {name: keys[field] for name, field in fields.items()}, chat=chat, strict=True, supervised=supervised)
+        parts_of(row, {name: keys[field] for name, field in fields.items()}, strict=True, **how)
     except BadRow as error:
         hint = nearest(error.key, row) if "has no key" in error.problem else ""
         field = fields[error.setting]  # of held-out prompts another flag than the one that the row's reader names

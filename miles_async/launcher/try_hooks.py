@@ -219,7 +219,7 @@ def _judged(field: str, answer: Any, ask: Ask, given: tuple[Any, ...]) -> str:
         _, keys = rows_function(ask.paths[field], own, ask.values) if field in ask.paths else (None, own)
         for number, row in enumerate(islice(answer, FIRST_ROWS), 1):
             try:
-                parts_of(row, keys, chat=ask.data.apply_chat_template, strict=True)
+                parts_of(row, keys, chat=ask.data.apply_chat_template, strict=True, objects=True)
             except BadData as error:
                 return f"row {number}: {error}"
     elif not (isinstance(answer, list) and all(isinstance(plan, Plan) for plan in answer)):

@@ -8,7 +8,14 @@ from miles_async.settings.flat import Flat
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+MEGATRON_FILES = (".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt")
+"""Any of these says that a directory holds weights as Megatron writes them (torch_dist)."""
 OF_A_FIRST_START = ("no_load_optim", "no_load_rng", "finetune")
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Whether a directory holds weights as Megatron writes them."""
+    return path.is_dir() and any((path / name).exists() for name in MEGATRON_FILES)
 
 
 def options_agree(s: Flat) -> None:

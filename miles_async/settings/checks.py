@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from miles_async.settings.checkpoints import is_torch_dist
 from miles_async.settings.errors import SettingsError, parsed, refusal
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import check_second_models, reference_dir, start_dir
@@ -16,7 +17,6 @@ GENERATION = "generation_config.json"
 CHECKPOINT_FILES = ("config.json", "tokenizer.json")
 WRITES = {"trainer": ("save", "save_hf", "save_debug_rollout_data", "save_debug_train_data"), "rooms": ("tensorboard_dir",)}
 """Settings that name where rooms write beside the run's folder, by what a Ray cluster places together (launcher/ray_units.py)."""
-MEGATRON_FILES = (".metadata", "common.pt", "metadata.json", "latest_checkpointed_iteration.txt")
 
 
 def check_model(settings: RunSettings) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _check_starts(settings: RunSettings) -> None:
 
 def _check_weights(settings: RunSettings, path: Path, field: str, given: str) -> None:
     """Weights that this trainer can read; a rank of Megatron looks closer, before it allocates anything."""
-    if path.is_dir() and any((path / name).exists() for name in MEGATRON_FILES):
+    if is_torch_dist(path):
         if settings.flat.train_backend == "megatron":
             return
         why = "a checkpoint of Megatron (torch_dist), which this trainer cannot read"

@@ -56,6 +56,9 @@ def engines_are_where_the_trainer_is(s: Flat) -> None:
         raise s.refusal("update_weight_transport", why, "Set --update-weight-transport ipc or disk.")
     if s.engine != "sglang":
         return
+    if ours % s.rollout_num_gpus_per_engine:
+        why = f"with colocate an engine has GPUs of one node of the trainer, actor_num_gpus_per_node = {ours}"
+        raise s.refusal("rollout_num_gpus_per_engine", why, f"Set it to a divisor of {ours}.")
     if s.rollout_num_gpus != ours:
         why = f"with colocate engines have the trainer's actor_num_gpus_per_node = {ours} GPUs"
         remedy = "Leave it out, and set --rollout-num-gpus-per-engine to a divisor of them."

@@ -61,6 +61,8 @@ def _divisor(total: int, near: int) -> int:
 
 def _workers(v: Values) -> int:
     """Engines: those given, those that the GPUs make, or two embedded ones."""
+    if v["engine"] == "none":
+        return 1
     if v["engine"] == "external":
         return len(v["rollout_external_engine_addrs"])
     if v["engine"] == "sglang" and v["colocate"]:

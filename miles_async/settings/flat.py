@@ -5,7 +5,7 @@ What follows from several settings is told here once; `RunSettings` answers thro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from actors.trainer.objective_estimators import ESTIMATORS, Estimator
@@ -26,12 +26,23 @@ BATCH = (
     "rollout_all_samples_process_path",
 )
 """Functions of the user's that see many samples at once, with Miles' signatures."""
-MILES_OWN = tuple(
-    f"{package}{module}."
-    for package in ("miles.rollout.", "slime.rollout.", "")
-    for module in ("sglang_rollout", "inference_rollout", "modular_rollout", "fully_async_rollout", "sft_rollout")
+READERS = (
+    *("custom_rm_path", "custom_generate_function_path", "rollout_function_path", "custom_agent_function_path"),
+    *("environment_path", "data_source_path"),
 )
-"""Rollout functions that come with Miles: what they do is what we do."""
+"""What of the user's may bring rewards or rows of its own, and reads labels as they are."""
+PACKAGES = ("miles.rollout.", "slime.rollout.", "")
+FULLY_ASYNC = ("fully_async_rollout",)
+MILES_OWN = (
+    *("sglang_rollout", "inference_rollout", "modular_rollout", "sft_rollout", "sglang_streaming_rollout"),
+    *FULLY_ASYNC,
+)
+"""Modules of rollout functions that come with Miles and slime: what they do is what we do."""
+
+
+def is_own(path: str, modules: Iterable[str], packages: Iterable[str] = PACKAGES) -> bool:
+    """Whether a dotted path leads into one of these modules of Miles or slime."""
+    return path.startswith(tuple(f"{package}{module}." for package in packages for module in modules))
 
 
 class Flat:
@@ -102,6 +113,11 @@ class Flat:
         return self.loss_type in SUPERVISED
 
     @property
+    def reads_labels(self) -> bool:
+        """Whether a function of the user's reads labels, which may be objects then."""
+        return any(self.values[name] is not None for name in READERS)
+
+    @property
     def evaluates(self) -> bool:
         """Whether there are held-out data sets."""
         return bool(self.eval_prompt_data or self.eval_config)
@@ -110,7 +126,7 @@ class Flat:
     def own_rollout_function(self) -> str:
         """The rollout function that makes the samples; empty = none, or one of those that come with Miles, which do what we do."""
         path = self.rollout_function_path or ""
-        return "" if path.startswith(MILES_OWN) else path
+        return "" if is_own(path, MILES_OWN) else path
 
     @property
     def samples_per_rollout(self) -> int:

@@ -20,8 +20,10 @@ from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups,
 from miles_async.settings.derive import fill
 from miles_async.settings.errors import Refusals, SettingsError, nearest, parsed
 from miles_async.settings.functions import HOOK
+from miles_async.settings.miles import as_ours
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
+from miles_async.settings.theirs import in_our_words
 
 Origin = Literal["default", "file", "flag", "derived"]
 UNSET_WORD = "none"
@@ -114,6 +116,7 @@ def plain(value: Any) -> Any:
 
 def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | None, found: Refusals | None) -> Loaded:
     refused = Refusals()
+    given, said = in_our_words(given)
     for spec in catalog().values():
         if spec.required and spec.name not in given:
             refused.found.append(
@@ -129,7 +132,7 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
     if values.get("bus_url"):
         values["bus_url"] = take_password(values["bus_url"])
     full: dict[str, Origin] = {
-        name: origins.get(name, "file" if name in given else "default" if name in defaults else "derived")
+        name: (origins.get(name, "file") if name in given else "default" if name in defaults else "derived")
         for name in catalog()
     }
     tables = {
@@ -141,7 +144,7 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
     check_rules(settings.flat, refused)
     if found is None:
         refused.raise_all()
-    hints = [] if refused.found else list(notes(settings.flat))
+    hints = said + ([] if refused.found else list(notes(settings.flat)))
     if settings.model.model_dtype == "float32" and settings.model.builtin_name is None and has_gpu():
         hints.append("model_dtype = float32 on a GPU takes twice the memory of bfloat16 and trains at a fraction of its speed")
     elif full["model_dtype"] == "derived" and settings.model.model_dtype == "bfloat16":
@@ -263,6 +266,8 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
         raise SettingsError(why, field=where, value=value, remedy=f"It must be {spec.expected}.")
     if isinstance(result, int) and abs(result) >= LARGEST:
         raise SettingsError("too large for a message", field=where, value=value, remedy=f"It must be {spec.expected}.")
+    if isinstance(result, str):
+        result = as_ours(spec.name, result)
     if spec.shipped and isinstance(result, str) and result not in spec.shipped and not HOOK.fullmatch(result):
         close = nearest(result, spec.shipped) or f"It must be {spec.expected}."
         raise SettingsError("no such name", field=where, value=value, remedy=close)

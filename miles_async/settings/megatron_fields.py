@@ -105,6 +105,8 @@ RENAMED = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "ddp_average_in_collective": "average_in_collective",
     "ddp_bucket_size": "bucket_size",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "use_gated_attention": "attention_output_gate",
     "no_bias_swiglu_fusion": "no_bias_activation_fusion",
     "no_bias_gelu_fusion": "no_bias_activation_fusion",
 }

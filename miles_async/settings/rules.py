@@ -49,10 +49,6 @@ def filter_can_keep_something(s: Flat) -> None:
 
 def context_holds_prompt_and_response(s: Flat) -> None:
     context = s.rollout_max_context_len
-    for name in ("rollout_max_response_len", "eval_max_response_len"):
-        if context is not None and s.values[name] >= context:
-            why = f"leaves no space for a prompt in rollout_max_context_len = {context}"
-            raise s.refusal(name, why, f"Set it below {context}.")
     prompt = s.rollout_max_prompt_len
     if context is not None and prompt is not None and prompt >= context:
         why = f"leaves no space for a response in rollout_max_context_len = {context}"
@@ -80,6 +76,11 @@ def evaluation_has_data(s: Flat) -> None:
 def learning_rate_decays_downwards(s: Flat) -> None:
     if s.min_lr > s.lr:
         raise s.refusal("min_lr", f"above lr = {s.lr}", "Set min_lr <= lr.")
+
+
+def warm_up_is_said_once(s: Flat) -> None:
+    if s.lr_warmup_fraction is not None and s.lr_warmup_iters:
+        raise s.refusal("lr_warmup_fraction", f"lr_warmup_iters = {s.lr_warmup_iters} says it too", "Keep one of the two.")
 
 
 def engine_addresses_match_the_engine(s: Flat) -> None:
@@ -144,6 +145,7 @@ RULES: tuple[Rule, ...] = (
     *training.RULES,
     evaluation_has_data,
     learning_rate_decays_downwards,
+    warm_up_is_said_once,
     engine_addresses_match_the_engine,
     inner_deadlines_are_shorter,
     bus_url_is_understood,
@@ -179,6 +181,10 @@ def notes(s: Flat) -> Iterator[str]:
             f"over_sampling_batch_size = {s.over_sampling_batch_size} is cut to {s.max_open_groups}, the open groups "
             f"that max_weight_staleness = {s.max_weight_staleness} admits"
         )
+    for name in ("rollout_max_response_len", "eval_max_response_len"):
+        if s.rollout_max_context_len is not None and s.values[name] >= s.rollout_max_context_len:
+            whole = f"rollout_max_context_len = {s.rollout_max_context_len}"
+            yield f"{name} = {s.values[name]} is cut to what a prompt leaves of {whole}"
     longest = s.rollout_max_context_len or s.rollout_max_response_len + (s.rollout_max_prompt_len or 0)
     if s.use_dynamic_batch_size and longest > s.max_tokens_per_gpu:
         yield (

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from miles_async.settings.checkpoints import model_in
+from miles_async.settings.checkpoints import is_torch_dist, model_in
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import Flat
 from miles_async.settings.run import RunSettings
@@ -59,6 +59,8 @@ def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
     if given is None or not settings.flat.distills:
         return ""
     path = model_in(given, step, "opd_teacher_load", "opd_teacher_ckpt_step")
+    if settings.flat.train_backend == "megatron" and is_torch_dist(path):
+        return str(path.resolve())  # it says nothing of its vocabulary; the trainer compares shapes as it loads
     size = _vocabulary(path, "opd_teacher_load", given)
     if model_dir is not None:
         own = _vocabulary(model_dir, "hf_checkpoint", settings.model.hf_checkpoint)

@@ -13,7 +13,6 @@ NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9.]+)*")
 SERVER_OWNED: dict[str, str] = {
     "model-path": "--hf-checkpoint",
     "model": "--hf-checkpoint",
-    "config": "the settings file",
     "host": "the launcher: engines listen on this host only",
     "port": "the launcher: a free port is chosen",
     "nccl-port": "the launcher",
@@ -103,6 +102,9 @@ def passed_flags_are_not_ours(s: Flat) -> None:
     for table, owned in (("server_args", SERVER_OWNED), ("router_args", ROUTER_OWNED)):
         for name, value in s.values[table].items():
             flag = f"{PREFIXES[table][0]}{name}"
+            if (table, name) == ("server_args", "config"):
+                why = "engine groups of Miles (prefill and decode apart, engines of several kinds or models) are not here"
+                raise refusal(flag, value, why, "Leave it out: all engines are alike; give their flags as --sglang-NAME.")
             if name in owned:
                 raise refusal(flag, value, f"decided by {owned[name]}", "Leave it out.")
             if table == "server_args" and name.startswith("router-"):

@@ -39,6 +39,16 @@ def supervised_training_has_nothing_to_compare(s: Flat) -> None:
         raise s.refusal("advantage_estimator", f"loss_type {s.loss_type} takes no rewards", "Leave it out.")
 
 
+def without_engines_nothing_is_generated(s: Flat) -> None:
+    if s.engine != "none":
+        return
+    if not s.supervised:
+        raise s.refusal("engine", "only supervised training generates nothing", "Set --engine sglang, or --loss-type sft.")
+    for name in ("eval_prompt_data", "eval_config"):
+        if s.values[name]:
+            raise s.refusal(name, "held-out prompts are answered by engines, and engine is 'none'", "Leave one of the two out.")
+
+
 def a_loss_belongs_to_its_estimator(s: Flat) -> None:
     if s.supervised:
         return
@@ -162,6 +172,7 @@ RULES = (
     equal_logprobs_have_what_they_need,
     hooks_have_an_effect,
     supervised_training_has_nothing_to_compare,
+    without_engines_nothing_is_generated,
     a_loss_belongs_to_its_estimator,
     masked_sequences_have_moved,
     loss_is_reduced_one_way,

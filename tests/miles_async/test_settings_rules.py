@@ -106,7 +106,7 @@ def test_four_knobs_fill_in_or_refuse(batch, n, gbs, steps):
             {"max_weight_staleness": 1, "use_tis": True, "staleness_policy": "wait", "staleness_lookahead": 34},
             ("staleness_lookahead = 34", "max_weight_staleness = 1", "33 or less"),
         ),
-        ({"rollout_max_context_len": 512}, ("rollout_max_response_len = 1024", "rollout_max_context_len = 512")),
+        ({"rollout_max_context_len": 512, "rollout_max_prompt_len": 512}, ("rollout_max_prompt_len = 512", "context_len = 512")),
         ({"rollout_top_k": 0}, ("rollout_top_k = 0", "-1")),
         ({"rm_type": "remote_rm"}, ("rm_url", "remote_rm")),
         ({"rm_url": "localhost:80"}, ("rm_url = 'localhost:80'", "http://")),

@@ -22,6 +22,7 @@ from actors.generation.sample import Running, Turn, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.contained import contained
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.labels import label_of
 from actors.runtime.whole import off_loop
 from bus import Entry
 from bus.errors import Poison
@@ -42,7 +43,7 @@ def task_of(task: SampleTask, prompt: list[int]) -> Task:
         n_samples=task.n_samples,
         prompt=prompt,
         prompt_text=task.prompt_text,
-        label=task.label,
+        label=label_of(task.label, task.metadata),
         metadata=msgspec.msgpack.decode(msgspec.msgpack.encode(task.metadata)),
         sampling=task.sampling,
         eval_name=task.eval_name,
@@ -195,7 +196,8 @@ class Live:
             raise Poison("session.world(): this run keeps no environments. Set --environment-path.")
         if self._world is None:
             t = self.task
-            task = {"sample_id": t.sample_id, "prompt": t.prompt_text, "label": t.label, "metadata": t.metadata}
+            label = label_of(t.label, t.metadata)
+            task = {"sample_id": t.sample_id, "prompt": t.prompt_text, "label": label, "metadata": t.metadata}
             again = partial(self._leave, "diverged")
             self._world = World(self, t.sample_id, task, self._worlds.ask, again, deadline_s=self._worlds.deadline_s)
         return self._world

@@ -32,6 +32,9 @@ OF_MODEL: Mapping[str, Any] = {
     "mscale_all_dim": None, "beta_fast": None, "beta_slow": None,
 }  # fmt: skip
 """Further fields of TransformerConfig that say what is computed, not how -> what a model has whose record does not say it."""
+NEUTRAL = {"moe_router_num_groups": 1, "moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 1, "rotary_scaling_factor": 1,
+           "mscale": 1, "mscale_all_dim": 1}  # fmt: skip
+"""Field -> the value that says the same as leaving it out."""
 _DEFAULTS = {"moe_router_score_function": "softmax"}
 _TERM = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 
@@ -43,6 +46,7 @@ def facts(arch: Architecture) -> dict[str, Any]:
         **{flag: t.get(RENAMED.get(flag, flag), _DEFAULTS.get(flag)) for flag in OF_TRANSFORMER},
         "qk_layernorm": bool(t.get("qk_layernorm")) or arch.wide_norms,
         "swiglu": t["activation_func"] == "silu" and t["gated_linear_unit"],
+        "moe_router_pre_softmax": t.get("moe_router_score_function") == "sigmoid" or bool(t.get("moe_router_pre_softmax")),
         "group_query_attention": t["num_query_groups"] < t["num_attention_heads"],
         "use_rotary_position_embeddings": True,
         "position_embedding_type": "rope",
@@ -91,7 +95,7 @@ def _differs(flag: str, value: Any, said: Any, layers: int) -> str:
     if flag == "moe_layer_freq":
         value = layer_pattern(str(value), layers)
     said = list(said) if isinstance(said, tuple) else said
-    if value == said or (
+    if value == said or (said is None and value == NEUTRAL.get(flag, said)) or (
         isinstance(value, float) and isinstance(said, float | int) and abs(value - said) <= 1e-9 * abs(said)
     ):
         return ""

@@ -133,6 +133,8 @@ def _experts(layout: Layout, shape: Shape) -> list[str]:
     said = _cut("expert", ep, shape.experts, "experts", fits) or _cut(
         "expert", ep, blocks, "blocks of ranks of a stage", fits
     )
+    if said and etp > 1 and shape.experts % ep == 0 and layout.world % (layout.pp * ep) == 0:  # whole experts on each rank do fit
+        said = [f"{said[0]}, or expert_tensor_parallel_size of 1 (unset, it is tensor_model_parallel_size)"]
     ranks = stage if layout.world % layout.pp == 0 else 0
     fits = _divisors(gcd(ranks, shape.expert_ffn))
     said += _cut("expert_tensor", etp, shape.expert_ffn, "columns of an expert", fits) or _cut(

@@ -246,8 +246,11 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         tuple[str, ...], doc("For loss_type sft: roles of the chat messages that are learned; the others are context.", ours=True)
     ] = ("assistant",)
     loss_mask_type: Annotated[
-        Literal["all", "last", "qwen", "qwen3", "distill_qwen"],
-        doc("For loss_type sft: all messages of sft_loss_roles are learned (all, qwen, qwen3) or the last (last, distill_qwen)."),
+        Literal["all", "last", "qwen", "qwen3", "qwen3_5", "distill_qwen"],
+        doc(
+            "For loss_type sft: all messages of sft_loss_roles are learned (all, qwen, qwen3, qwen3_5) or the last (last, "
+            "distill_qwen)."
+        ),
     ] = "all"
     custom_loss_function_path: Annotated[
         str | None, doc("Dotted path of a function that replaces the whole loss. Signatures: docs/objective.md.")

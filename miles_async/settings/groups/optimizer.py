@@ -2,6 +2,8 @@
 
 from typing import Annotated, Literal
 
+import msgspec
+
 from miles_async.settings.doc import Group, doc
 
 
@@ -15,6 +17,10 @@ class OptimizerSettings(Group, frozen=True, kw_only=True):
         "constant"
     )
     lr_warmup_iters: Annotated[int, doc("Rollouts over which the rate rises from 0 to lr.", unit="rollouts", ge=0)] = 0
+    lr_warmup_fraction: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=1)] | None,
+        doc("The same as a share of the run's rollouts, in place of lr_warmup_iters."),
+    ] = None
     critic_lr: Annotated[
         float, doc("Peak learning rate of ppo's critic, on the policy's schedule.", derived="lr", ge=0, le=1000)
     ]

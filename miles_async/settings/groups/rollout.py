@@ -6,7 +6,8 @@ from miles_async.settings.doc import Group, PositiveInt, doc
 
 SCORERS = (
     *("contains", "dapo", "deepscaler", "deterministic_random", "exact_match", "f1", "finished", "gemma_math", "gpqa"),
-    *("ifbench", "judge", "length", "math", "math_whole", "random", "reasoning_gym", "remote_rm", "unit_tests"),
+    *("ifbench", "judge", "length", "math", "math_boxed", "math_final", "math_whole", "random", "reasoning_gym", "remote_rm"),
+    *("unit_tests", "zero"),
 )
 RM_TYPES = (*SCORERS, *(f"boxed_{name}" for name in SCORERS))
 FILTERS = ("none", "check_reward_nonzero_std", "nonzero_std", "no_truncation")
@@ -126,7 +127,10 @@ shows the next one where it says <image>."""),
     ] = None
     rollout_max_context_len: Annotated[
         PositiveInt | None,
-        doc("Most tokens of prompt and response together. Unset: the model's context.", unit="tokens"),
+        doc(
+            "Most tokens of prompt and response together; a response is cut to what its prompt leaves. Unset: the model's context.",
+            unit="tokens",
+        ),
     ] = None
     rollout_stop_token_ids: Annotated[
         tuple[int, ...], doc("Token ids that end a response, beside the tokenizer's end token.")
@@ -144,6 +148,13 @@ shows the next one where it says <image>."""),
     rm_type: Annotated[
         str | None, doc("Name of a shipped reward function; remote_rm asks rm_url.", shipped=RM_TYPES)
     ] = None
+    math_rule: Annotated[
+        Literal["math_final", "math_boxed"],
+        doc(
+            "Which rule the name math stands for, in rm_type, in metadata and for held-out sets: math_final takes the last box, "
+            "`answer is`, or the last number for the answer; math_boxed the last box alone, as Miles' math does.", ours=True
+        ),
+    ] = "math_final"
     custom_rm_path: Annotated[str | None, doc("Dotted path of your own reward function; replaces rm_type.")] = None
     rm_url: Annotated[
         tuple[str, ...],

@@ -11,9 +11,10 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     """Engines and their workers."""
 
     engine: Annotated[
-        Literal["embedded", "sglang", "external"],
+        Literal["embedded", "sglang", "external", "none"],
         doc(
-            "embedded: the small server of this package; sglang: SGLang servers started by us; external: running ones.", ours=True
+            "embedded: the small server of this package; sglang: SGLang servers started by us; external: running ones; none: "
+            "supervised training alone, which generates nothing.", ours=True
         ),
     ] = "embedded"
     rollout_external_engine_addrs: Annotated[
@@ -24,7 +25,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc(
             "Generation workers, one engine each, started with the run; more may join at any time.",
             unit="processes",
-            derived="one per external engine; for SGLang rollout_num_gpus / rollout_num_gpus_per_engine, else 1; else 2",
+            derived="one per external engine; for SGLang rollout_num_gpus / rollout_num_gpus_per_engine, else 1; none: 1; else 2",
             ge=0, ours=True,
         ),
     ]
@@ -133,7 +134,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "Next tokens are drawn in one pass over the logits, by a kernel of ours inside SGLang servers that we start on one GPU "
-            "each. Where top-p, top-k, deterministic mode or anything but temperature is asked for, SGLang draws as before."
+            "each. Where top-p, top-k, deterministic mode or anything but temperature is asked for, SGLang draws as before.",
+            ours=True,
         ),
     ] = False
     sglang_server_concurrency: Annotated[
