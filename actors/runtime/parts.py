@@ -81,8 +81,8 @@ def parts_of(
 ) -> Row:
     """The parts of a row by the settings that name them. `strict`: a named column must be there, but for `MAY_LACK`; else only that
     of the prompt, and one with a dot. `supervised`: the prompt is a whole dialogue, or a text whose label is its response.
-    `padded`: as `Placed` has it; the model shall not be shown other tools' arguments as null. `objects`: a label may be an object or a list,
-    and travels as JSON. Raises BadRow.
+    `padded`: as `Placed` has it; the model shall not be shown other tools' arguments as null. `objects`: a label may be an object
+    or a list, and travels as JSON. Raises BadRow.
 
     >>> parts_of({"prompt": "1+1=", "label": 2.0}, {"input_key": "prompt", "label_key": "label"}, chat=False).label
     '2'

@@ -21,7 +21,8 @@ from miles_async.settings.load import Loaded, load
 from miles_async.settings.meant import MEANT, UNLIKE
 from tests.miles_async.miles_defaults import MILES
 
-BASE = "--hf-checkpoint MODEL --prompt-data DATA --num-rollout 10 --rollout-batch-size 4 --actor-num-gpus-per-node 1"
+BASE = "--hf-checkpoint MODEL --prompt-data DATA --num-rollout 10 --rollout-batch-size 4 --actor-num-gpus-per-node 1 "
+BASE += "--advantage-estimator reinforce_plus_plus"  # which compares with no other sample, of which Miles makes none by default
 
 
 def same(ours: Any, theirs: Any) -> bool:
