@@ -40,7 +40,11 @@ class Chat:
     def __init__(self, directory: str, *, template_path: str = "", kwargs: Mapping[str, Any] | None = None) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        except (OSError, ValueError) as error:
+            says = " ".join(str(error).split())[:300]
+            raise BadChat(f"the tokenizer in {directory} cannot be loaded: {type(error).__name__}: {says}") from error
         self._kwargs = dict(kwargs or {})
         if template_path:
             try:

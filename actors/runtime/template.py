@@ -1,4 +1,4 @@
-"""What a chat template does, found by rendering small dialogues with it. No template is known here by its name or its text.
+"""What a chat template does, found by rendering small dialogues with it: no template is known here by its name or its text.
 
 Always true: a message of the assistant is located by what changes in the rendering when a stand-in takes the place of its text,
 so that nothing depends on how the template writes the message itself.
@@ -63,8 +63,8 @@ class Template:
         """Calls as the OpenAI interface may write them, in the one form that the template takes: data sets pad their columns with
         nulls, and give arguments as a table or as its JSON text."""
         if "tool_calls" not in message:
-            return message
-        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+            return self._said(message)
+        rest = self._said({key: value for key, value in message.items() if key != "tool_calls"})
         if not (calls := message["tool_calls"]):
             return rest
         if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
@@ -79,6 +79,30 @@ class Template:
         if self.arguments == "text" and not isinstance(value, str):
             value = json.dumps(value, ensure_ascii=False)
         return {"type": "function", **call, "function": {**function, "arguments": value}}
+
+    def _said(self, message: Message) -> Message:
+        """With its content in the form that the template takes: a text, or a list of parts."""
+        content = message.get("content")
+        if isinstance(content, str) and self.contents == "parts":
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, list) and self.contents == "text":
+            texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+            if all(isinstance(text, str) for text in texts):
+                return {**message, "content": "".join(map(str, texts))}
+        return message
+
+    @cached_property
+    def contents(self) -> Literal["text", "parts", "both"]:
+        """The forms of a message's content that this template renders as they are."""
+        forms: tuple[Any, ...] = (MARK, [{"type": "text", "text": MARK}])
+        right = []
+        for form in forms:
+            try:
+                found = self._render([{"role": role, "content": form} for role in ("user", "assistant")], None, False)
+            except BadChat:
+                found = ""
+            right.append(found.count(MARK) > 1 and "'text': " not in found)
+        return "both" if all(right) else "parts" if right[1] else "text"
 
     @cached_property
     def arguments(self) -> Literal["table", "text"]:
@@ -101,7 +125,7 @@ class Template:
 
     def _attempt(self, messages: Sequence[Message]) -> str | None:
         try:
-            return self._render(messages, None, False)
+            return self._render([self._said(message) for message in messages], None, False)
         except BadChat:
             return None
 
@@ -120,7 +144,7 @@ class Template:
             return before, after
         other = self._with(messages, at, OTHER, tools, opened)
         if one == other:
-            raise BadChat(f"the chat template leaves out what message {at + 1}, {shown(messages[at])}, says")
+            raise BadChat(f"the chat template does not render what message {at + 1}, {shown(messages[at])}, says")
         return one[: same(one, other)], one[len(one) - same(one[::-1], other[::-1]) :]
 
     def _with(self, messages: Sequence[Message], at: int, mark: str, tools: Sequence[Any] | None, opened: bool) -> str:
@@ -295,5 +319,12 @@ def shown(message: Message) -> str:
 
 
 def same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items both begin with."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    """How many items both begin with. By halves: texts are long, and slices are compared at once."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

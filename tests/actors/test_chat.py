@@ -68,7 +68,7 @@ def test_a_template_that_writes_earlier_answers_otherwise_is_gone_on_with(tmp_pa
     heard = chat.follow(dialogue[:2], dialogue, chat.encode("think#2<e>"))
     assert heard == chat.encode("\n<s>user\n2+2<e>\n<s>assistant\n")
     nothing = make(tmp_path, CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' }}"))
-    with pytest.raises(BadChat, match=r"leaves out what message 2, assistant 'think#2', says"):
+    with pytest.raises(BadChat, match=r"does not render what message 2, assistant 'think#2', says"):
         nothing.follow(dialogue[:2], dialogue, ())
 
 

@@ -30,11 +30,11 @@ WRITTEN = {
     "llama3": f"I ask.<|python_tag|>{ONE.replace('arguments', 'parameters')}; {TWO.replace('arguments', 'parameters')}",
     "deepseek": f'I ask.{D1}{D2}function{SEP}calculator\n```json\n{{"expression": "1+2", "n": 3}}\n```{D3}\n'
     f'{D2}python{SEP}{{"expression": "print(\\"}}\\")"}}{D3}{D4}',
-    "qwen3_coder": "I ask.\n<tool_call>\n<function=calculator>\n<parameter=expression>\n1+2\n</parameter>\n<parameter=n>\n3\n</parameter>"
-    '\n</function>\n</tool_call>\n<function=python><parameter=expression>print("}")</parameter></function>',
-    "gpt-oss": '<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant to=functions.calculator<|channel|>commentary json<|message|>'
-    '{"expression": "1+2", "n": 3}<|call|><|start|>assistant<|channel|>commentary to=functions.python <|constrain|>json<|message|>'
-    '{"expression": "print(\\"}\\")"}',
+    "qwen3_coder": "I ask.\n<tool_call>\n<function=calculator>\n<parameter=expression>\n1+2\n</parameter>\n<parameter=n>\n3\n"
+    '</parameter>\n</function>\n</tool_call>\n<function=python><parameter=expression>print("}")</parameter></function>',
+    "gpt-oss": "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant to=functions.calculator<|channel|>commentary json"
+    '<|message|>{"expression": "1+2", "n": 3}<|call|><|start|>assistant<|channel|>commentary to=functions.python '
+    '<|constrain|>json<|message|>{"expression": "print(\\"}\\")"}',
     "lfm2": "I ask.<|tool_call_start|>[calculator(expression='1+2', n=3), python(expression='print(\"}\")')]<|tool_call_end|>",
 }
 
@@ -149,7 +149,8 @@ def test_a_long_answer_of_beginnings_is_read_at_once(kind: str, part: str) -> No
 
 
 def test_values_that_a_tool_calls_texts_stay_texts() -> None:
-    [call] = parse("<function=calculator><parameter=expression>\n12\n</parameter><parameter=n>true</parameter></function>", "qwen3_coder", TOOLS)
+    text = "<function=calculator><parameter=expression>\n12\n</parameter><parameter=n>true</parameter></function>"
+    [call] = parse(text, "qwen3_coder", TOOLS)
     assert call.arguments == {"expression": "12", "n": True}
     [call] = parse("<|tool_call_start|>[a.b(x=True, y=null, z=-1.5, w=['a', {'b': 1}])]<|tool_call_end|>", "lfm2")
     assert (call.name, call.arguments) == ("a.b", {"x": True, "y": None, "z": -1.5, "w": ["a", {"b": 1}]})

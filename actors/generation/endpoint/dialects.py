@@ -25,7 +25,7 @@ _NAMES = {"true": True, "false": False, "null": None}
 
 
 def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Found]:
-    """<function=f> <parameter=x> value </parameter> </function>, in <tool_call> tags or without: Qwen3-Coder, Qwen3.5, Nemotron 3."""
+    """<function=f> <parameter=x> value </parameter> </function>, in <tool_call> tags or without: Qwen3.5's and Nemotron 3's too."""
     at, last = 0, text.rfind(_PARAMETER_END)
     while (found := _NEXT.search(text, at)) is not None:
         start, at = found.start(), _skipped(text, found.end() if found[0] == OPENS else found.start())
@@ -45,8 +45,8 @@ def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Found
 
 
 def _parameters(text: str, at: int, last: int, texts: set[str]) -> tuple[int, dict[str, Any], str]:
-    """The end of a function's body that begins at `at`, its arguments, and what is wrong with it. `last`: where the last parameter of
-    the text ends; behind it none is looked for."""
+    """The end of a function's body that begins at `at`, its arguments, and what is wrong with it. `last`: where the last parameter
+    of the text ends; behind it none is looked for."""
     arguments: dict[str, Any] = {}
     while True:
         at = _skipped(text, at)
