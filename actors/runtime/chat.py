@@ -168,7 +168,7 @@ def _made_of(
 ) -> int:
     """How many of the ids of `tail`, which stand behind the body of a message, `made` has already: a turn's end is not doubled, and
     what the template writes in another way in its place is not put behind it."""
-    common = same(ending.alone, tail)
+    common = same(list(ending.alone), tail)
     end = ending.end if ending.end <= common else -1
     begin = 0 if shape == "text" else end if end >= 0 else common  # what closes a call is the model's
     for n in range(min(common - begin, len(made)), 0, -1):

@@ -319,7 +319,7 @@ def shown(message: Message) -> str:
 
 
 def same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items both begin with. By halves: texts are long, and slices are compared at once."""
+    """How many items two of one type both begin with. By halves: texts are long, and slices are compared at once."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
