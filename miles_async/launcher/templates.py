@@ -4,8 +4,7 @@ the tokens that end a turn in it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from actors.generation.endpoint.rehearsal import rehearse_dialogue, rehearse_tools
@@ -23,15 +22,11 @@ RENDERED_ROWS = 256  # of dialogues to be learned; each takes some milliseconds
 OTHER_TEMPLATE = "Give a template that can (--chat-template-path FILE)"
 
 
-@lru_cache(maxsize=4)
-def _chat(directory: str, template_path: str, kwargs: str) -> Chat:
-    return Chat(directory, template_path=template_path, kwargs=json.loads(kwargs or "{}"))
-
-
 def chat_of(settings: RunSettings, directory: Path) -> Chat:
     """The run's chat template. Raises BadChat."""
     r = settings.rollout
-    return _chat(str(directory.resolve()), r.chat_template_path or "", r.apply_chat_template_kwargs or "")
+    kwargs = json.loads(r.apply_chat_template_kwargs or "{}")
+    return Chat(str(directory.resolve()), template_path=r.chat_template_path or "", kwargs=kwargs)
 
 
 def check_template(settings: RunSettings, rows: Sequence[Placed]) -> tuple[str, ...]:
@@ -58,7 +53,7 @@ def check_template(settings: RunSettings, rows: Sequence[Placed]) -> tuple[str, 
     if flat.supervised and r.apply_chat_template:
         _check_dialogues(settings, directory, rows)
     if not flat.supervised or flat.evaluates:
-        notes += _ends_told(settings, directory)
+        notes += _ends_told(settings, directory, template_ends(settings, chat))
     return tuple(notes)
 
 
@@ -83,15 +78,11 @@ def model_ends(directory: Path) -> Iterator[int]:
             yield from (one for one in (eos if isinstance(eos, list) else [eos]) if isinstance(one, int))
 
 
-def template_ends(settings: RunSettings, directory: Path) -> dict[int, str]:
-    """Tokens with which an answer, or a call, ends in the run's chat template, and their text. None where the template is not used,
-    or ends a turn in plain words."""
-    r = settings.rollout
-    calls = bool(r.tools or r.custom_agent_function_path)
-    if not (r.apply_chat_template or calls):
-        return {}
+def template_ends(settings: RunSettings, chat: Chat) -> dict[int, str]:
+    """Tokens with which an answer, or a call, ends in the run's chat template, and their text. None where it ends a turn in plain
+    words."""
+    traits, calls = chat.traits, bool(settings.rollout.tools or settings.rollout.custom_agent_function_path)
     try:
-        traits = chat_of(settings, directory).traits
         ends = [traits.ending("text").stop, *([traits.ending("calls").stop] if calls and traits.calls_shown else [])]
     except BadChat:  # refused where it is needed
         return {}
@@ -101,13 +92,19 @@ def template_ends(settings: RunSettings, directory: Path) -> dict[int, str]:
 def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
     """Stop ids of the settings, the end-of-sequence ids of the model, and what ends a turn in the chat template: base models often
     name another token than the one that their template, and what they are tuned on, ends turns with."""
-    ids = [*(settings.rollout.rollout_stop_token_ids or ()), *model_ends(directory), *template_ends(settings, directory)]
+    r = settings.rollout
+    ids = [*(r.rollout_stop_token_ids or ()), *model_ends(directory)]
+    if r.apply_chat_template or r.custom_agent_function_path:
+        try:
+            ids += template_ends(settings, chat_of(settings, directory))
+        except BadChat as error:
+            raise settings.flat.refusal("hf_checkpoint", str(error), f"{OTHER_TEMPLATE}.") from None
     return tuple(dict.fromkeys(ids))
 
 
-def _ends_told(settings: RunSettings, directory: Path) -> Iterator[str]:
+def _ends_told(settings: RunSettings, directory: Path, ends: Mapping[int, str]) -> Iterator[str]:
     r = settings.rollout
-    ends, known = template_ends(settings, directory), {*(r.rollout_stop_token_ids or ()), *model_ends(directory)}
+    known = {*(r.rollout_stop_token_ids or ()), *model_ends(directory)}
     for id, text in ends.items():
         if id not in known:
             yield (

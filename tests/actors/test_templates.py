@@ -47,7 +47,7 @@ TEXT_ONLY = (  # joins the arguments to a text
 )
 TABLE_ONLY = (  # goes through the arguments
     "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function.name }}{% for k, v in c.function.arguments.items() %}"
-    "{{ '\n' + k + '=' + v }}{% endfor %}{{ '\n' }}</tool_call>{% endfor %}"
+    "{{ '\n' ~ k ~ '=' ~ v }}{% endfor %}{{ '\n' }}</tool_call>{% endfor %}"
 )
 BODY = "{{ m.content }}" + CALLS
 WROTE = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*4"}}\n</tool_call>'
