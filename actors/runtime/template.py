@@ -69,7 +69,7 @@ class Template:
             return rest
         if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
             raise BadChat(f"tool_calls of a message are no list of tables: {str(calls)[:60]!r}")
-        return rest | {"content": rest.get("content") or "", "tool_calls": [self._call(call) for call in calls]}
+        return {**rest, "content": rest.get("content") or "", "tool_calls": [self._call(call) for call in calls]}
 
     def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
         function = call.get("function", call)
