@@ -1,8 +1,9 @@
 """Chat messages to token ids, through a model's chat template: for prompts, supervised samples and dialogues that go on.
 
-Always true: what a model made is never tokenised again. A dialogue grows by `follow`, whose ids are put behind the ids that are
-there; a template that renders earlier turns otherwise once later ones follow cannot do that, and is refused with the message
-that it changed. Messages are tables with `role` and `content` (and `tool_calls`, ...), as the OpenAI interface writes them.
+Always true: what a model made is never rendered again. A dialogue grows by `follow`, whose ids are put behind the ids that are
+there: what stands behind the assistant's message in the rendering of the longer dialogue, however the template writes that
+message by then. Messages are tables with `role` and `content` (and `tool_calls`, ...), as the OpenAI interface writes them; the
+arguments of calls may be a table or its JSON text.
 """
 
 from __future__ import annotations
@@ -13,18 +14,13 @@ from typing import Any
 
 import msgspec
 
-from actors.runtime.run import Refused
+from actors.runtime.template import BadChat, Ending, Message, Shape, Template, same, shown
 
-Message = Mapping[str, Any]
-_MARK = "miles-async-mark"
-
-
-class BadChat(Refused):
-    """The template cannot take these messages. As an actor's start-up: refused; in a dialogue: of this dialogue."""
+__all__ = ["BadChat", "Chat", "Message", "NotAppendOnly", "Piece"]
 
 
 class NotAppendOnly(BadChat):
-    """The rendering of more messages does not begin with that of the first ones. `index`: the message that is rendered anew."""
+    """A dialogue that does not go on behind its own tokens. `index`: the message that is another, or is rendered anew."""
 
     def __init__(self, index: int, text: str) -> None:
         super().__init__(text)
@@ -44,7 +40,11 @@ class Chat:
     def __init__(self, directory: str, *, template_path: str = "", kwargs: Mapping[str, Any] | None = None) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        except (OSError, ValueError) as error:
+            says = " ".join(str(error).split())[:300]
+            raise BadChat(f"the tokenizer in {directory} cannot be loaded: {type(error).__name__}: {says}") from error
         self._kwargs = dict(kwargs or {})
         if template_path:
             try:
@@ -53,7 +53,10 @@ class Chat:
                 raise BadChat(f"--chat-template-path {template_path!r} cannot be read: {error}") from error
         if not self._tokenizer.chat_template:
             raise BadChat(f"the tokenizer in {directory} has no chat template. Give one with --chat-template-path FILE.")
-        self._closing: list[int] | None = None
+        added = self._tokenizer.added_tokens_decoder
+        special = {*(id for id, token in added.items() if token.special), *self._tokenizer.all_special_ids}
+        marks = {id: token.content for id, token in added.items()}
+        self.traits = Template(self._rendered, self._split, marks, special)
 
     @property
     def template(self) -> str:
@@ -62,6 +65,13 @@ class Chat:
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, opened: bool = True) -> str:
         """The rendering. `opened`: with the opening of the assistant's next turn behind it. Raises BadChat."""
+        if not self.traits.calls_shown:
+            at = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
+            if at is not None:
+                raise BadChat(f"the chat template does not render the calls of message {at + 1}, {shown(messages[at])}")
+        return self.traits.text(messages, tools, opened)
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any] | None, opened: bool) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -71,7 +81,8 @@ class Chat:
                 **self._kwargs,
             )
         except Exception as error:  # a template raises what it likes
-            raise BadChat(f"the chat template cannot take the messages: {type(error).__name__}: {error}") from error
+            says = " ".join(str(error).split())
+            raise BadChat(f"the chat template cannot take the messages: {type(error).__name__}: {says}") from error
         return str(rendered)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, opened: bool = True) -> list[int]:
@@ -82,88 +93,101 @@ class Chat:
         """Token ids of rendered text; special tokens in it are tokens, none is added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def _split(self, text: str) -> list[tuple[int, int, int]]:
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [(id, begin, end) for id, (begin, end) in zip(found["input_ids"], found["offset_mapping"], strict=True)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, special tokens shown."""
         return str(self._tokenizer.decode(list(ids)))
 
-    @property
-    def closing(self) -> list[int]:
-        """Ids that the template puts behind the content of an assistant's message: the end token, often a line break."""
-        if self._closing is None:
-            shown = self.text([{"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}], opened=False)
-            self._closing = self.encode(shown.rpartition(_MARK)[2])
-        return self._closing
-
     def follow(
-        self, old: Sequence[Message], new: Sequence[Message], made: Sequence[int], tools: Sequence[Any] | None = None
+        self,
+        old: Sequence[Message],
+        new: Sequence[Message],
+        made: Sequence[int],
+        tools: Sequence[Any] | None = None,
+        *,
+        stops: Collection[int] = (),
     ) -> list[int]:
         """Ids to put behind `made`, the ids of the assistant's message that `old` ends with, so that the model answers `new`,
-        which begins with `old`: what of the turn's closing `made` lacks, the new messages, the opening. Raises NotAppendOnly."""
-        before, after = self.text(old, tools, opened=False), self.text(new, tools)
-        if list(new[: len(old)]) != list(old) or not after.startswith(before):
-            raise self._changed(old, new, tools)
-        closing = self.closing
-        here = next((n for n in range(min(len(closing), len(made)), 0, -1) if list(made[-n:]) == closing[:n]), 0)
-        return closing[here:] + self.encode(after[len(before) :])
+        which begins with `old`: what of the turn's closing `made` lacks, the new messages, the opening. `stops`: ids that end
+        a turn; such a one stands for the template's own end token. Raises NotAppendOnly, BadChat."""
+        if list(new[: len(old)]) != list(old):
+            raise _rewritten(old, new)
+        shape = self.traits.shape(old[-1])
+        before, behind = self.traits.around(new, len(old) - 1, tools, True)
+        self._prompt_stays(old, new, before, tools)
+        tail = self.encode(behind)
+        return tail[_made_of(tail, list(made), shape, self.traits.ending(shape), self.traits.marks, stops) :]
+
+    def _prompt_stays(self, old: Sequence[Message], new: Sequence[Message], after: str, tools: Sequence[Any] | None) -> None:
+        """NotAppendOnly where what stands before the first answer is rendered otherwise in `after`, as more follows."""
+        first = next(i for i, message in enumerate(old) if message.get("role") == "assistant")
+        if not first or after.startswith(bare := self._bare(old[:first], tools)):
+            return
+        at = same(bare, after)
+        index = next((i for i in range(1, first + 1) if not after.startswith(self._bare(old[:i], tools))), first) - 1
+        raise NotAppendOnly(
+            index,
+            f"the chat template is not append-only: message {index + 1}, {shown(old[index])}, is rendered as "
+            f"{bare[at : at + 60]!r}, and as {after[at : at + 60]!r} once {shown(new[-1])} follows. Give a template that leaves "
+            "earlier turns as they are (--chat-template-path FILE).",
+        )
+
+    def _bare(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+        """Without the opening of the next turn; nothing of what the template cannot take by itself."""
+        try:
+            return self.traits.text(messages, tools, True).removesuffix(self.traits.opening())
+        except BadChat:
+            return ""
 
     def pieces(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, roles: Collection[str], last: bool = False
     ) -> list[Piece]:
-        """A whole dialogue as pieces, up to its last message of `roles`, whose bodies are `made`. Each piece is tokenised by
-        itself, as in generation. `last`: only the last such message is. Raises NotAppendOnly, BadChat."""
-        found: list[Piece] = []
+        """A whole dialogue as pieces, up to its last message of `roles`, whose bodies are `made`: the rendering of them all
+        together, cut where these begin and end. Each piece is tokenised by itself, as in generation. `last`: only the last
+        such message is. Raises BadChat."""
         chosen = [i for i, message in enumerate(messages) if message.get("role") in roles]
-        at, seen = "", 0
+        if not chosen:
+            return []
+        messages = messages[: chosen[-1] + 1]
+        whole = self.traits.text(messages, tools, False)
+        found: list[Piece] = []
+        at = 0
         for i in chosen[-1:] if last else chosen:
-            head = self.text(messages[:i], tools, opened=messages[i]["role"] == "assistant") if i else ""
-            whole = self.text(messages[: i + 1], tools, opened=False)
-            if not head.startswith(at):
-                raise self._changed(messages[:seen], messages[:i], tools)
-            if not whole.startswith(head):
-                says = f"message {i + 1}, {_shown(messages[i])}, is not rendered behind the opening of a turn, {head[-40:]!r}"
-                raise NotAppendOnly(i, f"the chat template is not append-only: {says}.")
-            body = self.encode(whole[len(head) :])
-            rest = len(self.closing) - 1  # behind the end token
-            ended = rest > 0 and body[-rest - 1 :] == self.closing
-            end = len(body) - rest if ended else len(body)
-            found += [Piece(self.encode(head[len(at) :]), False), Piece(body[:end], True), Piece(body[end:], False)]
-            at, seen = whole, i + 1
+            begin, end, more = self.traits.span(messages, i, whole, tools, at)
+            found += [Piece(self.encode(whole[at:begin]), False), Piece(self.encode(whole[begin:end] + more), True)]
+            at = end
+        found.append(Piece(self.encode(whole[at:]), False))
         return [piece for piece in found if piece.ids]
 
-    def check(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
-        """NotAppendOnly where a dialogue of these messages could not grow message by message behind its own ids."""
-        self.pieces(messages, tools, roles=("assistant",))
-        if messages and messages[-1].get("role") != "assistant":
-            ends = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
-            if ends:
-                self.follow(messages[: ends[-1] + 1], messages, (), tools)
 
-    def _changed(self, old: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] | None) -> NotAppendOnly:
-        """Which message of `old` is another in `new`, or is rendered otherwise there."""
-        for i, (one, other) in enumerate(zip(old, new, strict=False)):
-            if one != other:
-                return NotAppendOnly(i, f"message {i + 1} was rewritten: {_shown(one)} is now {_shown(other)}")
-        if len(new) < len(old):
-            return NotAppendOnly(len(new), f"message {len(new) + 1} was taken away: {_shown(old[len(new)])}")
-        after = self.text(new, tools)
-        before, index = "", max(0, len(old) - 1)
-        for i in range(len(old)):
-            try:
-                before = self.text(old[: i + 1], tools, opened=False)
-            except BadChat:
-                continue  # a template that wants more than these
-            if not after.startswith(before):
-                index = i
-                break
-        same = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
-        then = _shown(new[len(old)] if len(new) > len(old) else {})
-        return NotAppendOnly(
-            index,
-            f"the chat template is not append-only: message {index + 1}, {_shown(old[index])}, is rendered as "
-            f"{before[same : same + 60]!r}, and as {after[same : same + 60]!r} once {then} follows. Give a template that leaves "
-            "earlier turns as they are (--chat-template-path FILE).",
-        )
+def _made_of(
+    tail: list[int], made: list[int], shape: Shape, ending: Ending, marks: Collection[int], stops: Collection[int]
+) -> int:
+    """How many of the ids of `tail`, which stand behind the body of a message, `made` has already: a turn's end is not doubled, and
+    what the template writes in another way in its place is not put behind it."""
+    common = same(list(ending.alone), tail)
+    end = ending.end if ending.end <= common else -1
+    begin = 0 if shape == "text" else end if end >= 0 else common  # what closes a call is the model's
+    for n in range(min(common - begin, len(made)), 0, -1):
+        if made[-n:] == tail[begin : begin + n]:
+            return begin + n
+    last = made[-1] if made else -1
+    if last in marks:
+        if last in tail[:common]:
+            return common - tail[:common][::-1].index(last)
+        if last in tail[common : common + 1]:
+            return common + 1
+        if last in stops and 0 <= end < len(tail) and tail[end] in marks:
+            return end + 1
+    return begin
 
 
-def _shown(message: Message) -> str:
-    return f"{message.get('role', 'nothing')} {str(message.get('content'))[:60]!r}"
+def _rewritten(old: Sequence[Message], new: Sequence[Message]) -> NotAppendOnly:
+    """Which message of `old` is another in `new`, or is not there."""
+    for i, (one, other) in enumerate(zip(old, new, strict=False)):
+        if one != other:
+            return NotAppendOnly(i, f"message {i + 1} was rewritten: {shown(one)} is now {shown(other)}")
+    return NotAppendOnly(len(new), f"message {len(new) + 1} was taken away: {shown(old[len(new)])}")

@@ -1,7 +1,7 @@
 """Preflight: the settings against the outside, before any model loads and any process starts.
 
 Reads files and asks the probes it is given; changes nothing. Every failure is a SettingsError, one line. Of prompt data all rows
-are counted, and the first CHECKED_ROWS of each source read as the rooms read them.
+are counted, and the first CHECKED_ROWS of each source read as the rooms read them; dialogues to be learned are rendered, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.memory import check_memory
+from miles_async.launcher.templates import check_template
 from miles_async.settings.checks import check_model, check_trackers, model_context
 from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
 from miles_async.settings.programs import check_programs
@@ -49,7 +50,7 @@ class Preflight:
 
 
 def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: bool = False) -> Preflight:
-    """Check model directory, memory, data and the outside, in this order; prompts' lengths need a tokenizer, and follow.
+    """Check model directory, memory, data, chat template and the outside, in this order; prompts' lengths follow.
 
     probes: further checks that raise SettingsError. SettingsError tells all that is wrong.
     """
@@ -62,6 +63,8 @@ def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: b
     data = refused.attempt(check_data, settings)
     if data is not None:
         hints += refused.attempt(check_labels, settings, data[0]) or ()
+        if config or settings.model.builtin_name:  # else the directory is refused
+            hints += refused.attempt(check_template, settings, data[0].head) or ()
     for probe in probes:
         refused.attempt(probe, settings)
     refused.raise_all()

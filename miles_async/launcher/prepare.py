@@ -54,8 +54,8 @@ from miles_async.launcher.resume import (
     other_data,
     resumes_from,
 )
+from miles_async.launcher.templates import stop_tokens
 from miles_async.settings.catalog import kinds
-from miles_async.settings.checks import GENERATION, table_in
 from miles_async.settings.errors import SettingsError, refusal
 from miles_async.settings.live import check_patch, initial_values, whole
 from miles_async.settings.rules import check_rules
@@ -124,16 +124,6 @@ def model_dir(settings: RunSettings, run_dir: Path) -> Path:
             said = str(error.stderr or error).strip().splitlines()[-1]
             raise SettingsError(said, field="hf_checkpoint", value=settings.model.hf_checkpoint) from None
     return directory.resolve()
-
-
-def stop_tokens(settings: RunSettings, directory: Path) -> tuple[int, ...]:
-    """Stop ids of the settings and the end-of-sequence ids of the model."""
-    ids = list(settings.rollout.rollout_stop_token_ids or ())
-    for name in (GENERATION, "config.json"):
-        if (directory / name).exists():
-            eos = table_in(directory / name, "hf_checkpoint").get("eos_token_id")
-            ids += [one for one in (eos if isinstance(eos, list) else [eos]) if isinstance(one, int)]
-    return tuple(dict.fromkeys(ids))
 
 
 def weights_dir(run_dir: Path, model: Path) -> tuple[Path, str]:

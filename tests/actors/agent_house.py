@@ -26,17 +26,17 @@ TEMPLATE = (
 END = 1
 
 
-def make_chat(folder: Path, template: str = TEMPLATE, *, words: int = 0) -> Chat:
+def make_chat(folder: Path, template: str = TEMPLATE, *, words: int = 0, special: Sequence[str] = ()) -> Chat:
     """A byte-level tokenizer without merges: a character outside ASCII is several tokens. `words`: ids in all, the further ones
-    words that it never makes itself."""
+    words that it never makes itself. `special`: further special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     marks = ("<s>", "<e>", "<tool_call>", "</tool_call>")
-    known = [*marks, *alphabet]
+    known = [*marks, *alphabet, *special]
     known += [f"w{i}" for i in range(len(known), words)]
     bare = Tokenizer(models.BPE({token: i for i, token in enumerate(known)}, []))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     bare.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    bare.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in marks[:2]])
+    bare.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*marks[:2], *special)])
     bare.add_tokens([AddedToken(token, special=False, normalized=False) for token in marks[2:]])
     made = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<e>")
     made.chat_template = template
@@ -44,13 +44,14 @@ def make_chat(folder: Path, template: str = TEMPLATE, *, words: int = 0) -> Chat
     return Chat(str(folder))
 
 
-def task(prompt: Sequence[int] = (), *, max_new_tokens: int = 4000, **fields: Any) -> Task:
-    sampling = Sampling(max_new_tokens=max_new_tokens, stop_token_ids=(END,))
+def task(prompt: Sequence[int] = (), *, max_new_tokens: int = 4000, stops: Sequence[int] = (END,), **fields: Any) -> Task:
+    sampling = Sampling(max_new_tokens=max_new_tokens, stop_token_ids=tuple(stops))
     return Task("g1/0", "g1", 0, 1, list(prompt), sampling=sampling, **fields)
 
 
 class ScriptedSession:
-    """`script`: what the model answers to the text it sees; chunks of `chunk` tokens reach `watch`."""
+    """`script`: what the model answers to the text it sees, with its stop token or, where that is END, without; chunks of `chunk`
+    tokens reach `watch`."""
 
     replaying = False
 
@@ -70,7 +71,9 @@ class ScriptedSession:
             watch = watching(self._chat.decode, sampling.stop, watch)
         self.seen.append(list(tokens))
         self.asked.append(sampling)
-        answer = [*self._chat.encode(self._script(self._chat.decode(tokens))), END]
+        answer = self._chat.encode(self._script(self._chat.decode(tokens)))
+        if answer[-1:] == [] or answer[-1] not in self.task.sampling.stop_token_ids:
+            answer.append(END)
         most = min(self.left, sampling.max_new_tokens)
         ids, finish = answer[:most], "stop" if len(answer) <= most else "length"
         for n in range(self._chunk, len(ids) + self._chunk, self._chunk):

@@ -19,6 +19,7 @@ CHATML = (
 FORGETS = CHATML.replace(  # like those that leave the thinking of earlier turns out
     "{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('#')[-1] }}"
 )
+LATEST = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' or messages | length < 3 %}")
 CHARS = "abcdefghijklmnopqrstuvwxyz0123456789+=# \n"
 
 
@@ -50,16 +51,25 @@ def test_a_dialogue_grows_behind_the_tokens_that_the_model_made(tmp_path: Path) 
     assert chat.follow(old, new, other) == whole[len(prompt) + len(ended) :]
 
 
-def test_a_template_that_changes_earlier_turns_is_named_with_the_message(tmp_path: Path) -> None:
+def test_a_template_that_changes_the_prompt_is_named_with_the_message(tmp_path: Path) -> None:
+    chat = make(tmp_path, LATEST)
+    dialogue = said("s help", "u 1+1", "a 2", "u 2+2")
+    says = r"message 1, system 'help', is rendered as 'system.*once user '2[+]2' follows"
+    with pytest.raises(NotAppendOnly, match=says) as caught:
+        chat.follow(dialogue[:3], dialogue, chat.encode("2<e>"))
+    assert caught.value.index == 0 and "\n" not in str(caught.value)
+    assert chat.follow(dialogue[1:3], dialogue[1:], chat.encode("2<e>")) == chat.encode("\n<s>user\n2+2<e>\n<s>assistant\n")
+
+
+def test_a_template_that_writes_earlier_answers_otherwise_is_gone_on_with(tmp_path: Path) -> None:
+    """They are not rendered again: what the model thought stays in its own tokens."""
     chat = make(tmp_path, FORGETS)
-    dialogue = said("u 1+1", "a think#2", "u 2+2", "a think#4")
-    with pytest.raises(NotAppendOnly, match=r"message 2, assistant 'think#2'.*'think#2.*once user '2[+]2' follows") as caught:
-        chat.check(dialogue)
-    assert caught.value.index == 1 and "\n" not in str(caught.value)
-    with pytest.raises(NotAppendOnly, match="message 2"):
-        chat.follow(dialogue[:2], dialogue[:3], chat.encode("think#2<e>"))
-    chat.check(dialogue[:2])
-    make(tmp_path, CHATML).check(dialogue)
+    dialogue = said("u 1+1", "a think#2", "u 2+2")
+    heard = chat.follow(dialogue[:2], dialogue, chat.encode("think#2<e>"))
+    assert heard == chat.encode("\n<s>user\n2+2<e>\n<s>assistant\n")
+    nothing = make(tmp_path, CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' }}"))
+    with pytest.raises(BadChat, match=r"does not render what message 2, assistant 'think#2', says"):
+        nothing.follow(dialogue[:2], dialogue, ())
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.generation.endpoint.calls import FORMATS, Call, fault, format_of, parse, without
+from actors.generation.endpoint.calls import FORMATS, Call, fault, parse, without
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {
@@ -29,6 +30,12 @@ WRITTEN = {
     "llama3": f"I ask.<|python_tag|>{ONE.replace('arguments', 'parameters')}; {TWO.replace('arguments', 'parameters')}",
     "deepseek": f'I ask.{D1}{D2}function{SEP}calculator\n```json\n{{"expression": "1+2", "n": 3}}\n```{D3}\n'
     f'{D2}python{SEP}{{"expression": "print(\\"}}\\")"}}{D3}{D4}',
+    "qwen3_coder": "I ask.\n<tool_call>\n<function=calculator>\n<parameter=expression>\n1+2\n</parameter>\n<parameter=n>\n3\n"
+    '</parameter>\n</function>\n</tool_call>\n<function=python><parameter=expression>print("}")</parameter></function>',
+    "gpt-oss": "<|channel|>analysis<|message|>I ask.<|end|><|start|>assistant to=functions.calculator<|channel|>commentary json"
+    '<|message|>{"expression": "1+2", "n": 3}<|call|><|start|>assistant<|channel|>commentary to=functions.python '
+    '<|constrain|>json<|message|>{"expression": "print(\\"}\\")"}',
+    "lfm2": "I ask.<|tool_call_start|>[calculator(expression='1+2', n=3), python(expression='print(\"}\")')]<|tool_call_end|>",
 }
 
 
@@ -40,7 +47,7 @@ def test_each_format_gives_the_calls_and_the_text_beside_them(kind: str) -> None
         ("calculator", {"expression": "1+2", "n": 3}, ""),
         ("python", {"expression": 'print("}")'}, ""),
     ]
-    assert without(text, calls) == "I ask."
+    assert without(text, calls).removeprefix("<|channel|>analysis<|message|>").removesuffix("<|end|>") == "I ask."
     assert all("1+2" in text[c.start : c.end] or "print" in text[c.start : c.end] for c in calls)
     assert not any(fault(call, TOOLS) for call in calls)
 
@@ -59,6 +66,15 @@ def test_each_format_gives_the_calls_and_the_text_beside_them(kind: str) -> None
         ("glm", "<tool_call>two words\n<arg_key>a</arg_key></tool_call>", "cannot be read"),
         ("llama3", '<|python_tag|>{"name": "calculator", ', "cannot be read"),
         ("llama3", "<|python_tag|>print(1)", "cannot be read"),
+        ("qwen3_coder", f"<tool_call>\n{ONE}\n</tool_call>", "no <function=name>"),
+        ("qwen3_coder", "<tool_call>\n<function=calculator>\n<parameter=expression>\n1+", "no <parameter=name> or </function>"),
+        ("qwen3_coder", "<function=two words></function>", "no name in"),
+        ("qwen3_coder", "<function=", "no name in"),
+        ("gpt-oss", '<|channel|>commentary to=functions.calculator<|message|>{"expression": <|call|>', "Expecting value"),
+        ("gpt-oss", "<|channel|>commentary to=functions.calculator<|message|>[1]", "no object"),
+        ("lfm2", "<|tool_call_start|>[calculator(1+2)]<|tool_call_end|>", "not a call with named arguments"),
+        ("lfm2", "<|tool_call_start|>[calculator(expression=f())]", "malformed"),
+        ("lfm2", "<|tool_call_start|>[calculator(expression='1+", "cannot be read"),
         ("deepseek", f"{D1}{D2}calculator {{}}{D3}{D4}", "no name before"),
         ("deepseek", f"{D1}{D2}function{SEP}calculator\n```json\n{{\"a\"", "cannot be read"),
     ],
@@ -77,6 +93,8 @@ def test_an_answer_without_a_call_has_none() -> None:
 
 
 MARKS = (*"{[}\"':,;<>", "<tool_call>", "</tool_call>", "<arg_key>", D1, D2, D3, SEP, "<|python_tag|>", "name", "[" * 5000)
+MARKS += ("<function=", "</function>", "<parameter=", "</parameter>", "<|message|>", "to=functions.", "<|call|>", "f(x=1)")
+MARKS += ("<|tool_call_start|>", "<|tool_call_end|>")
 names = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
 texts = st.text(st.characters(exclude_characters="<>`｜"))
 objects = st.dictionaries(names, st.one_of(st.integers(), st.booleans(), texts, st.none()))
@@ -103,17 +121,36 @@ def test_no_text_breaks_a_parser(text: str) -> None:
         without(text, calls)
 
 
-def test_the_format_is_known_from_the_template() -> None:
-    assert format_of("... <tool_call>\n{{ x }}\n</tool_call>") == "hermes"
-    assert format_of("<tool_call>{{ name }}<arg_key>") == "glm"
-    assert format_of(f"{D2}") == "deepseek"
-    assert format_of('{{- \'{"name": "\' }} "parameters": ') == "llama3"
-    assert format_of("nothing of tools") == "hermes"
-
-
 @pytest.mark.parametrize("parameters", [None, {"properties": None}, {"properties": {"a": True}}])
 def test_tools_that_describe_no_parameters_are_called(parameters: Any) -> None:
     """As clients send them whose tools take none."""
     tools = [{"type": "function", "function": {"name": "t", "parameters": parameters}}]
     [call] = parse("<tool_call>t<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "glm", tools)
     assert (call.arguments, call.error) == ({"a": 1}, "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("qwen3_coder", "<function=a><parameter=b></function>"),
+        ("qwen3_coder", "<tool_call><function=a>"),
+        ("qwen3_coder", "<tool_call>"),
+        ("gpt-oss", "to=functions.a<|message|>"),
+        ("gpt-oss", "<|message|>"),
+        ("lfm2", "<|tool_call_start|>"),
+        ("lfm2", "<|tool_call_start|>[f(x=" + "(" * 200),
+    ],
+)
+def test_a_long_answer_of_beginnings_is_read_at_once(kind: str, part: str) -> None:
+    """One pass: twenty times as long is far from four hundred times as long."""
+    began = time.process_time()
+    parse(part * 100_000, kind)
+    assert time.process_time() - began < 15
+
+
+def test_values_that_a_tool_calls_texts_stay_texts() -> None:
+    text = "<function=calculator><parameter=expression>\n12\n</parameter><parameter=n>true</parameter></function>"
+    [call] = parse(text, "qwen3_coder", TOOLS)
+    assert call.arguments == {"expression": "12", "n": True}
+    [call] = parse("<|tool_call_start|>[a.b(x=True, y=null, z=-1.5, w=['a', {'b': 1}])]<|tool_call_end|>", "lfm2")
+    assert (call.name, call.arguments) == ("a.b", {"x": True, "y": None, "z": -1.5, "w": ["a", {"b": 1}]})

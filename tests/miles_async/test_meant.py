@@ -21,8 +21,8 @@ from miles_async.settings.load import Loaded, load
 from miles_async.settings.meant import MEANT, UNLIKE
 from tests.miles_async.miles_defaults import MILES
 
-BASE = "--hf-checkpoint MODEL --prompt-data DATA --num-rollout 10 --rollout-batch-size 4 --actor-num-gpus-per-node 1 "
-BASE += "--advantage-estimator reinforce_plus_plus"  # which compares with no other sample, of which Miles makes none by default
+BASE = "--hf-checkpoint MODEL --prompt-data DATA --num-rollout 10 --rollout-batch-size 4 --actor-num-gpus-per-node 1"
+ALONE = "--advantage-estimator reinforce_plus_plus"  # which compares with no other sample, of which Miles makes none by default
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -39,7 +39,8 @@ def test_every_flag_of_miles_has_its_default_or_a_row_that_says_why_not() -> Non
 
 
 def script(folder: Path, text: str, program: str = "train.py") -> Loaded:
-    (folder / "run.sh").write_text(f"python3 {program} {BASE} {text}\n")
+    alone = "" if "sft" in text else ALONE
+    (folder / "run.sh").write_text(f"python3 {program} {BASE} {alone} {text}\n")
     args = parse(["--from-miles", str(folder / "run.sh")])
     assert args.refused.found == [], args.refused.found
     return load(None, args.values)

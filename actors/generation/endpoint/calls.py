@@ -9,7 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
+
+from actors.generation.endpoint import dialects
+from actors.generation.endpoint.dialects import texts_of as _texts_of
 
 Tool = Mapping[str, Any]
 """A tool as the OpenAI interface describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -89,9 +93,13 @@ FORMATS: Mapping[str, Callable[[str, Sequence[Tool]], Iterator[Call]]] = {
     "llama3": _llama3,
     "deepseek": _deepseek,
     "glm": _glm,
+    "qwen3_coder": lambda text, tools: starmap(Call, dialects.qwen3_coder(text, tools)),
+    "gpt-oss": lambda text, tools: starmap(Call, dialects.gpt_oss(text, tools)),
+    "lfm2": lambda text, tools: starmap(Call, dialects.lfm2(text, tools)),
 }
-"""By name. hermes is also what Qwen writes."""
+"""By name. hermes is also what Qwen2.5 and Qwen3 write."""
 OPENINGS = {"hermes": "<tool_call>", "glm": "<tool_call>", "llama3": _PYTHON_TAG, "deepseek": "<｜tool▁calls▁begin｜>"}
+OPENINGS |= {"qwen3_coder": "<tool_call>", "gpt-oss": "<|start|>assistant to=", "lfm2": dialects.LISTED}
 """Where the text of an answer ends and its calls begin."""
 
 
@@ -107,17 +115,6 @@ def without(text: str, calls: Sequence[Call]) -> str:
         parts.append(text[at : call.start])
         at = call.end
     return _DEEPSEEK_FRAME.sub("", "".join((*parts, text[at:]))).strip()
-
-
-def format_of(template: str) -> str:
-    """The format that a chat template teaches; hermes where it tells of none."""
-    if "<arg_key>" in template:
-        return "glm"
-    if "tool▁call" in template:
-        return "deepseek"
-    if "<tool_call>" not in template and ("python_tag" in template or '"parameters": ' in template):
-        return "llama3"
-    return "hermes"
 
 
 def fault(call: Call, tools: Sequence[Tool]) -> str:
@@ -162,15 +159,6 @@ def _with_arguments(name: str, body: str, start: int, end: int) -> Call:
     if not isinstance(arguments, dict):
         return Call(start, end, name, error=f"the arguments of {name} are no object: {_short(body)}")
     return Call(start, end, name, arguments)
-
-
-def _texts_of(name: str, tools: Sequence[Tool]) -> set[str]:
-    """Arguments of a tool that are texts by its description."""
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            properties = (tool["function"].get("parameters") or {}).get("properties") or {}
-            return {key for key, schema in properties.items() if isinstance(schema, dict) and schema.get("type") == "string"}
-    return set()
 
 
 def _value(text: str) -> Any:

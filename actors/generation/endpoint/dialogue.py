@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from actors.generation.rollouts.session import Segment, Trajectory, env
 from actors.runtime.chat import Chat, NotAppendOnly
+from actors.runtime.template import as_table
 
 Message = dict[str, Any]
 Opened = Literal["first", "rewritten", "template", "tools", "beside"]
-"""Why a trajectory was opened: it is the first · a message that we returned was changed or left out · the template renders earlier
-turns otherwise · the tools on offer are others · a dialogue of its own, as of a sub-agent."""
+"""Why a trajectory was opened: it is the first · a message that we returned was changed or left out · the template renders the
+prompt otherwise once more follows · the tools on offer are others · a dialogue of its own, as of a sub-agent."""
 
 KEPT = ("role", "content", "tool_calls", "tool_call_id", "name")
 
@@ -57,10 +58,10 @@ class Place:
 
 
 class Dialogues:
-    """All dialogues of one episode."""
+    """All dialogues of one episode. `stops`: ids that end a turn."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
+    def __init__(self, chat: Chat, stops: Collection[int] = ()) -> None:
+        self._chat, self._stops = chat, stops
         self._turns: list[Turn] = []
         self._ended_by: dict[int, Turn] = {}  # hash of a dialogue that ends with our message -> the turn
         self.opened: Counter[Opened] = Counter()
@@ -75,7 +76,8 @@ class Dialogues:
         if turn is not None and turn.tools == offered:
             said = [*turn.messages, *messages[len(turn.messages) :]]  # as we returned it: clients trim
             try:
-                return Place(turn, self._chat.follow(turn.messages, said, turn.segment.tokens, tools), offered, said)
+                behind = self._chat.follow(turn.messages, said, turn.segment.tokens, tools, stops=self._stops)
+                return Place(turn, behind, offered, said)
             except NotAppendOnly:
                 why = "template"
         elif turn is not None:
@@ -146,23 +148,12 @@ def _plain(message: Any, index: int) -> Message:
         try:
             kept["tool_calls"] = [
                 {"id": call.get("id", ""), "type": "function", "function": {
-                    "name": call["function"]["name"], "arguments": _table(call["function"].get("arguments", "{}"))}}
+                    "name": call["function"]["name"], "arguments": as_table(call["function"].get("arguments", "{}"))}}
                 for call in calls
             ]  # fmt: skip
         except (TypeError, KeyError, AttributeError) as error:
             raise BadMessages(f"messages[{index}].tool_calls: {type(error).__name__}: {error}") from error
     return kept
-
-
-def _table(arguments: Any) -> Any:
-    """Templates write a table as JSON, and a text in quotes."""
-    if isinstance(arguments, str):
-        try:
-            value = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments
-        return value if isinstance(value, dict) else arguments
-    return arguments
 
 
 def _hashes(messages: Sequence[Message]) -> list[int]:

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from actors.generation.endpoint.agent import AgentProgram
-from actors.generation.endpoint.calls import format_of
+from actors.generation.endpoint.rehearsal import format_of
 from actors.generation.endpoint.server import Endpoint
 from actors.generation.endpoint.toolloop import ToolLoop
 from actors.generation.rollouts.session import Program
-from actors.generation.spec import GenerationSpec
-from actors.runtime.chat import Chat
+from actors.generation.spec import AgentSpec, GenerationSpec
+from actors.runtime.chat import BadChat, Chat
 from actors.runtime.context import Context
 from actors.runtime.hooks import load_hook
 from actors.runtime.prompts import context_of
@@ -27,7 +27,7 @@ async def open_program(context: Context, spec: GenerationSpec) -> AsyncIterator[
     assert agent is not None
     kwargs = json.loads(agent.template_kwargs or "{}")
     chat = await asyncio.to_thread(Chat, spec.model_path, template_path=agent.template_path, kwargs=kwargs)
-    kind = format_of(chat.template) if agent.parser == "auto" else agent.parser
+    kind = _format(chat, agent)
     longest = spec.context_length or context_of(spec.model_path)
     if agent.function:
         async with Endpoint(chat, kind, context.count, context=longest) as endpoint:
@@ -35,3 +35,13 @@ async def open_program(context: Context, spec: GenerationSpec) -> AsyncIterator[
         return
     async with Toolbox(agent.tools, corpus=agent.corpus) as tools:
         yield ToolLoop(chat, kind, tools, max_turns=agent.max_turns, count=context.count, context=longest)
+
+
+def _format(chat: Chat, agent: AgentSpec) -> str:
+    """An agent may offer no tools, and tools of its own may be called in its own words: then nothing has to be read."""
+    try:
+        return format_of(chat, agent.parser)
+    except BadChat:
+        if agent.function:
+            return "hermes"
+        raise

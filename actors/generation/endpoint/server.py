@@ -42,7 +42,7 @@ class Episode:
 
     def __init__(self, task: Task, session: Session, chat: Chat, kind: str) -> None:
         self.task, self.session, self.kind = task, session, kind
-        self.dialogues = Dialogues(chat)
+        self.dialogues = Dialogues(chat, task.sampling.stop_token_ids)
         self.spent = False
         self.refused = ""
         self.handlers: set[asyncio.Task[Any]] = set()

@@ -11,13 +11,12 @@ from typing import Any
 
 import msgspec
 
-from actors.generation.endpoint.calls import fault, parse
+from actors.generation.endpoint.calls import Call, fault, parse
 from actors.generation.rollouts.session import Segment, Session, Task, Trajectory, env
-from actors.runtime.chat import Chat
+from actors.runtime.chat import BadChat, Chat
+from actors.runtime.template import ASKED, call_id, calling
 from actors.runtime.tools import Toolbox
 from bus.messages.samples import Sampling
-
-ASKED = {"role": "user", "content": "?"}  # stands for the prompt: what follows a turn does not depend on it
 
 
 class ToolLoop:
@@ -47,23 +46,34 @@ class ToolLoop:
             for index, call in enumerate(calls):
                 if not answers[index]:
                     answers[index] = await session.tell(call.name, self._toolbox.call, call.name, call.arguments)
-            said: dict[str, Any] = {"role": "assistant", "content": text}
-            if not any(call.error for call in calls):
-                said = {"role": "assistant", "content": "", "tool_calls": [
-                    {"id": str(i), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                    for i, call in enumerate(calls)
-                ]}  # fmt: skip
-            told = [
-                {"role": "tool", "name": call.name, "tool_call_id": str(i), "content": answer}
-                for i, (call, answer) in enumerate(zip(calls, answers, strict=True))
-            ]
-            heard = self._chat.follow([ASKED, said], [ASKED, said, *told], made.tokens, self._toolbox.specs)
+            heard = self._heard(made, calls, answers, task)
             if 0 < self._context <= len(tokens) + len(made.tokens) + len(heard):
                 self._count("context_used_up")
                 break  # nothing could be answered behind it
             segments.append(env(heard))
             tokens += [*made.tokens, *heard]
         return [Trajectory(task.prompt, segments, response=text)]
+
+    def _heard(self, made: Segment, calls: Sequence[Call], answers: Sequence[Any], task: Task) -> list[int]:
+        """What the template puts behind the model's own tokens, which are not rendered: calls of the same tools stand for them. A
+        template that takes one call at a time is shown the first one."""
+        known = [tool["function"]["name"] for tool in self._toolbox.specs]
+        names = [call.name if call.name in known else known[0] for call in calls]
+        said = [calling(name, {}, str(i)) for i, name in enumerate(names)]
+        told = [
+            {"role": "tool", "name": name, "tool_call_id": call_id(str(i)), "content": str(answer)}
+            for i, (name, answer) in enumerate(zip(names, answers, strict=True))
+        ]
+        for many in sorted({len(calls), 1}, reverse=True):
+            old = [ASKED, {**said[0], "tool_calls": [call for one in said[:many] for call in one["tool_calls"]]}]
+            try:
+                return self._chat.follow(
+                    old, [*old, *told], made.tokens, self._toolbox.specs, stops=task.sampling.stop_token_ids
+                )
+            except BadChat:
+                if many == 1:
+                    raise
+        raise AssertionError("there is no call")
 
     def _text(self, made: Segment, task: Task) -> str:
         ended = bool(made.tokens) and made.tokens[-1] in task.sampling.stop_token_ids

@@ -58,8 +58,11 @@ shows the next one where it says <image>."""),
     ] = None
     max_turns: Annotated[int, doc("Most answers of the model in one sample with tools.", ge=1, ours=True)] = 8
     generate_tool_call_parser: Annotated[
-        Literal["auto", "hermes", "llama3", "deepseek", "glm"],
-        doc("Format of tool calls in what the model writes; hermes is also Qwen's. auto: the one that the chat template teaches."),
+        Literal["auto", "hermes", "llama3", "deepseek", "glm", "qwen3_coder", "gpt-oss", "lfm2"],
+        doc(
+            "Format of tool calls in what the model writes. auto: the one in which the chat template's own rendering of a call is "
+            "read back. hermes is Qwen2.5's and Qwen3's, qwen3_coder also Qwen3.5's and Nemotron 3's."
+        ),
     ] = "auto"
     custom_agent_function_path: Annotated[
         str | None,
