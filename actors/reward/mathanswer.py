@@ -1,234 +1,312 @@
-"""From a response's text to its final answer, and is that answer the reference (pure)? LaTeX and plain text.
+"""Is an answer the reference (pure)? Yes, no, or None where one side is mathematics that we do not read.
 
-Repeating the question earns nothing: where the reference is a number, an unreduced `8/2` is not it, nor is anything unevaluated
-that uses a number of the question.
+Texts are compared by spelling, numbers by value, formulas by identity, lists and sets by parts, equations by what they say; a unit
+behind an answer changes nothing. A no is final. Repeating the question earns nothing: where the reference is a number, an
+unreduced `8/2` is not it, nor is anything unevaluated that uses a number of the question.
 """
 
 from __future__ import annotations
 
-import math
 import re
+from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
 
-from actors.reward.mathexpr import Node, NoExpression, is_literal, is_reduced, parse, same_value
+from actors.reward import mathfind
+from actors.reward.mathexpr import NoExpression, Node, TooLarge, Unknown, is_constant, is_literal, is_reduced, nodes, parse
+from actors.reward.mathfind import last_boxed, reference_answer
+from actors.reward.mathtext import (
+    GRID,
+    GRID_END,
+    MAX_ANSWER_CHARS,
+    ROW,
+    fold,
+    is_text,
+    normalize,
+    plain_characters,
+    same_unit,
+    split_unit,
+    strip_modulus,
+    words_of,
+)
+from actors.reward.mathvalue import BELOW_ZERO, POINTS, Value, evaluate, ratio, same
 
-TAIL_CHARS = 2000  # free text is searched this far from its end
-MAX_ANSWER_CHARS = 1000
+__all__ = ["final_answer", "last_boxed", "readable", "reference_answer", "same_answer", "undecided", "verdict"]
+
+Verdict = bool | None
+
 MAX_PARTS = 32
-MAX_BOXES = 32  # unclosed boxes looked at before giving up
-
-_UNICODE = str.maketrans(
-    {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "°": " ", "\u00a0": " ", "\u202f": " "}
-)
-_COMMANDS = (
-    (re.compile(r"\\(?:left|right|displaystyle|limits|big|Big|bigg|Bigg)(?![A-Za-z])"), ""),
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
-    (re.compile(r"\\leq?(?:slant)?(?![A-Za-z])|≤"), "<="),
-    (re.compile(r"\\geq?(?:slant)?(?![A-Za-z])|≥"), ">="),
-    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
-    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
-    (re.compile(r"^\s*[A-Za-z]\s*(?:\\in(?![A-Za-z])|∈)"), ""),
-    (re.compile(r"\\(?:emptyset|varnothing)(?![A-Za-z])|∅"), r"\\{\\}"),
-    (re.compile(r"\\(?:cdot|times|ast)(?![A-Za-z])"), "*"),
-    (re.compile(r"\\div(?![A-Za-z])"), "/"),
-    (re.compile(r"\\(?:quad|qquad)(?![A-Za-z])|\\[,;: ]|\\\\|~"), " "),
-    (re.compile(r"\\!|\{,\}"), ""),
-    (re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])"), ""),
-    (re.compile(r"\\?%"), ""),
-    (re.compile(r"\\?\$|\\[()\[\]](?=\s|$)|^\\[(\[]"), ""),
-    (re.compile(r"π"), r"\\pi "),
-    (re.compile(r"∞"), r"\\infty "),
-    (re.compile(r"√\s*(?=[\d(])"), r"\\sqrt "),
-    (re.compile(r"\*\*"), "^"),
-)
-_STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname|bf|rm)\s*\{([^{}]*)\}")
-_UNIT = re.compile(
-    r"(?<=[\d)}])\s*(?:cm|mm|km|m|kg|g|mg|lb|lbs|oz|s|sec|seconds?|min|minutes?|hours?|days?|weeks?|months?|years?|inch|"
-    r"inches|feet|foot|ft|yards?|miles?|meters?|metres?|cents?|dollars?|usd|degrees?|percent|units?|points?|mph|kmh|"
-    r"cm\^2|m\^2|square\s+(?:units|cm|m|feet|inches|meters)|people|students|apples|ways)\s*(?:\^\{?[23]\}?)?$",
-    re.IGNORECASE,
-)
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_LEFT_SIDE = re.compile(r"^(?:[A-Za-z]|[A-Za-z]\([A-Za-z]\)|[A-Za-z]_\{?\w\}?)\s*=\s*([^=]+)$")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
+MAX_LABEL_WORDS = 8  # a reference in more words than this is a text, no answer
 _RELATION = re.compile(r"(<=|>=|<|>)")
-_OR = re.compile(r"(?<=[\s\d)}])(?:or|and)(?=\s)")
+_EQUALS = re.compile(r"(?<![<>=!])=(?!=)")
+_NAME = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()=]*\))?")
+_UNDER_A_NAME = re.compile(r"_\{[^{}]*\}|_\w|\^\{[^{}]*\}|\^\w|\([^()]*\)")
+_BASED = re.compile(r"([0-9A-Z.]+)\s*(?:_\s*\{?\s*([0-9A-Za-z]+)\s*\}?|\(?\s*base\s*([0-9A-Za-z]+)\s*\)?)")
+_CHOICE = re.compile(r"\(\s*([A-J])\s*\)\s*:?\s*(\S.*)|([A-J])[.):]\s+(\S.*)")
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
-_PRODUCT = re.compile(r"[a-dkmnp-z]{2}")  # `ab` is a product of two letters; what has an o, an i or an e is a word
-_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\}")
-_IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-_LONE_WORD = re.compile(r"(?<!\S)[A-Za-z]+(?!\S)")  # `it is 5` is a sentence, not a product
-_NUMBER = re.compile(
-    r"-?\s?\\[dtc]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*\d+\s*\}|-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])|"
-    r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?(?:\s*/\s*\d+)?|-?\.\d+"
-)
-_MARKER = re.compile(r"(?:####|(?i:\banswer\b)\s*(?i:is|[:=])\s*:?)\s*([^\n]+)")
+_COMMAS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_BASES = {word: str(n) for n, word in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
+_BRACKETS = (("\\{", "\\}"), ("{", "}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"))
 
 
-def last_boxed(text: str) -> str | None:
-    """Content of the last complete \\boxed{...} (or \\fbox); None without one."""
-    end = len(text)
-    for _ in range(MAX_BOXES):
-        start = max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
-        if start < 0:
-            return None
-        rest = text[start : start + 6 + MAX_ANSWER_CHARS]
-        after = rest[6:] if rest.startswith("\\boxed") else rest[5:]
-        if (content := _braced(after.lstrip())) is not None:
-            return content
-        if bare := re.match(r" ([^\s${}]+)", after):
-            return bare.group(1)
-        end = start
-    return None
+class _Reading(NamedTuple):
+    """What a text says. `tree` None: no expression; `unknown`: but it may be mathematics to others."""
+
+    tree: Node | None
+    unknown: bool = False
 
 
-def _braced(text: str) -> str | None:
-    if not text.startswith("{"):
-        return None
-    depth = 0
-    for at, char in enumerate(text):
-        if char in "{}" and text[at - 1 : at] != "\\":
-            depth += 1 if char == "{" else -1
-            if depth == 0:
-                return text[1:at].strip()
-    return None
-
-
-def final_answer(text: str) -> str | None:
-    """What a response answers: its last box; else what follows its last `####` or `answer is`; else all of a short text
-    that is one expression; else its last number."""
-    if (boxed := last_boxed(text)) is not None:
-        return boxed
-    tail = text[-TAIL_CHARS:]
-    if marked := list(_MARKER.finditer(tail)):
-        return _trim_sentence(marked[-1].group(1))
-    whole = tail.strip()
-    if len(whole) <= 80 and not _LONE_WORD.search(normalize(whole)) and _expression(whole) is not None:
-        return whole
-    numbers = list(_NUMBER.finditer(tail.translate(_UNICODE)))
-    return _last_number(numbers[-1]) if numbers else None
-
-
-def _last_number(found: re.Match[str]) -> str:
-    """Text of a number found in free text. An `e` amid a chain (`d1=1e0`) is a name of the chain, not an exponent."""
-    number = found.group().strip()
-    words = found.string[: found.start()].rsplit(maxsplit=1)
-    before = words[-1] if words and not found.string[found.start() - 1].isspace() else ""
-    in_chain = any(char.isdigit() for char in before)
-    return re.split("[eE]", number)[-1] if in_chain else number
-
-
-def reference_answer(label: str) -> str:
-    """A label as the data sets write it: bare, boxed, or a worked solution that ends in `#### answer`."""
-    if (boxed := last_boxed(label)) is not None:
-        return boxed
-    return label.rpartition("####")[2].strip()
-
-
-def _trim_sentence(text: str) -> str:
-    """`42. So ...` to `42`; formulas stay whole."""
-    text = text.strip().strip("*").strip()
-    if math := re.match(r"\$([^$]+)\$", text):
-        return math.group(1)
-    text = re.split(r"(?:[.!?;]|\*\*)(?:\s|$)", text, maxsplit=1)[0].strip()
-    if _expression(text) is not None:
-        return text
-    first = _NUMBER.search(text.translate(_UNICODE))
-    return first.group(0) if first else text
-
-
-def normalize(answer: str) -> str:
-    """One spelling for what reads the same: no layout commands, currency, percent, degrees, units or thousands commas."""
-    text = answer.strip().translate(_UNICODE)
-    text = _STYLED.sub(r" \1 ", text)
-    for pattern, plain in _COMMANDS:
-        text = pattern.sub(plain, text)
-    text = _THOUSANDS.sub(lambda m: m.group(0).replace(",", ""), text.strip())
-    text = _REPEATING.sub(_fraction, _OR.sub(",", text))
-    text = _UNIT.sub("", text.strip().rstrip(".").strip())
-    if side := _LEFT_SIDE.match(text):
-        text = side.group(1)
-    if choice := re.fullmatch(r"\(\s*([A-Za-z])\s*\)", text.strip()):
-        text = choice.group(1)
-    return " ".join(text.split())
-
-
-def _fraction(repeating: re.Match[str]) -> str:
-    """0.1\\overline{6} as a fraction."""
-    whole, once, again = repeating.groups()
-    low = (10 ** len(again) - 1) * 10 ** len(once)
-    top = int(whole + once + again) - int(f"0{whole}{once}")
-    common = math.gcd(top, low)
-    return rf"\frac{{{top // common}}}{{{low // common}}}"
-
-
-def _fold(text: str) -> str:
-    """Spaces go where they part nothing (`1 2` is not 12); case goes from words and choices only (2x is not 2X)."""
-    text = _IDLE_SPACE.sub("", text)
-    return text.casefold() if _WORD.search(text) or text.isalpha() else text
-
-
-def _is_text(text: str) -> bool:
-    """Words are compared as words, never as products of letters."""
-    return bool(_WORD.search(_ENVIRONMENT.sub("", text))) or (text.isalpha() and not _PRODUCT.fullmatch(text))
-
-
-def _expression(text: str) -> Node | None:
-    text = normalize(text)
-    if _is_text(text):
-        return None
+@lru_cache(maxsize=512)
+def _read(text: str) -> _Reading:
+    if is_text(text):
+        return _Reading(None)
     try:
-        return parse(text)
+        return _Reading(parse(words_of(text)))
+    except Unknown:
+        return _Reading(None, unknown=True)
+    except NoExpression:
+        return _Reading(None)
+
+
+@lru_cache(maxsize=2048)
+def _value(text: str, point: int, log_base: int) -> Value | None | bool:
+    """The value of a text that is an expression; None where there is none; False where it is too large."""
+    tree = _read(text).tree
+    try:
+        return None if tree is None else evaluate(tree, point, log_base)
+    except TooLarge:
+        return False
     except NoExpression:
         return None
 
 
+def final_answer(text: str) -> str | None:
+    """What a response answers, see mathfind.final_answer."""
+    return mathfind.final_answer(text, readable)
+
+
+def readable(text: str) -> bool:
+    """Whether a text is one number, formula, list, interval or equation as it stands, units aside."""
+    return len(text) <= MAX_ANSWER_CHARS and _is_readable(normalize(text), 0)
+
+
+def _is_readable(text: str, depth: int) -> bool:
+    text = split_unit(text, bare_letter=True)[0]
+    if not text:
+        return False
+    if _read(text).tree is not None or _based(text) is not None:
+        return True
+    if depth > 3:
+        return False
+    if len(sides := _EQUALS.split(text)) > 1:
+        return all(side.strip() and (_is_name(side.strip()) or _is_readable(side.strip(), depth + 1)) for side in sides)
+    parts = _parts(_interval(text)[1])
+    return parts is not None and all(_is_readable(part, depth + 1) for part in parts[1])
+
+
+def readable_reference(label: str) -> bool:
+    """Whether `verdict` can find an answer equal to this label: mathematics that we read, or a text of few plain words."""
+    wanted = reference_answer(label)
+    if readable(wanted):
+        return True
+    words = words_of(normalize(wanted)) if len(wanted) <= MAX_ANSWER_CHARS else ""
+    return bool(words) and len(words.split()) <= MAX_LABEL_WORDS and re.fullmatch(r"[\w\s.,'()-]+", words) is not None
+
+
 def same_answer(given: str, wanted: str, question: str = "") -> bool:
-    """Is `given` the reference `wanted`? Texts by spelling, numbers by value, formulas by identity, lists and sets by parts."""
-    if len(given) > MAX_ANSWER_CHARS or len(wanted) > MAX_ANSWER_CHARS:
-        return given.strip() == wanted.strip()
-    return _same(normalize(given), normalize(wanted), question, 0)
+    """Is `given` the reference `wanted`?"""
+    return verdict(given, wanted, question) is True
 
 
 def undecided(given: str, wanted: str, question: str = "") -> bool:
-    """Whether what `same_answer` did not find equal may still be, to a reader that knows more mathematics. Words, numbers written
-    out and the question repeated are decided."""
+    """Whether `given` may be `wanted` to a reader that knows more mathematics."""
+    return verdict(given, wanted, question) is None
+
+
+def verdict(given: str, wanted: str, question: str = "") -> Verdict:
+    """Is `given` the reference `wanted`? None where one side is mathematics that we do not read; a no is final."""
     if max(len(given), len(wanted)) > MAX_ANSWER_CHARS:
-        return False
-    mine, theirs = normalize(given), normalize(wanted)
-    if not mine or not theirs or _is_text(mine) or _is_text(theirs):
-        return False
-    left, right = _expression(mine), _expression(theirs)
-    if right is None or not is_literal(right):
-        return True
-    return not (left is not None and is_literal(left)) and not _repeats(mine, question)
+        return given.strip() == wanted.strip()
+    return _judge(normalize(given), normalize(wanted), question, 0)
 
 
-def _repeats(text: str, question: str) -> bool:
-    """Whether `text` takes a number from the question. `12+7` may not come back as `7+12`, `12+7+0` or `12+6+1`."""
-    asked = _THOUSANDS.sub(lambda m: m.group(0).replace(",", ""), question.translate(_UNICODE))
-    return not set(_PLAIN_NUMBER.findall(text)).isdisjoint(_PLAIN_NUMBER.findall(asked))
-
-
-def _same(given: str, wanted: str, question: str, depth: int) -> bool:
+def _judge(given: str, wanted: str, question: str, depth: int) -> Verdict:
+    given, wanted = given.strip(), wanted.strip()
     if not given or not wanted:
         return False
-    if _fold(given) == _fold(wanted):
+    if fold(given) == fold(wanted):
         return True
-    (letter, given), (other, wanted) = _interval(given), _interval(wanted)
+    if depth > 4:
+        return False
+    for judged in (_chains(given, wanted, question, depth), _choices(given, wanted, question, depth), _bases(given, wanted)):
+        if judged != "other":
+            return judged  # type: ignore[return-value]
+    found = _compare(given, wanted, question, depth)
+    if found is True:
+        return True
+    return _without_units(given, wanted, question, depth, found)
+
+
+def _without_units(given: str, wanted: str, question: str, depth: int, found: Verdict) -> Verdict:
+    (mine, unit), (theirs, other) = split_unit(given, bare_letter=not re.search("[A-Za-z]", wanted)), split_unit(wanted)
+    if ("mod" in given) != ("mod" in wanted):
+        mine, theirs = strip_modulus(mine), strip_modulus(theirs)
+    if (mine, theirs) == (given, wanted):
+        return found
+    if unit and other and not same_unit(unit, other):
+        return False
+    judged = _judge(mine, theirs, question, depth + 1)
+    if judged is not True and ("%" in unit) != ("%" in other):  # 25% is 0.25, too
+        hundredth = [f"({text})/100" if "%" in mark else text for text, mark in ((mine, unit), (theirs, other))]
+        left, right = _read(mine).tree, _read(theirs).tree
+        if left and right and is_literal(left) and is_literal(right) and _agree(*hundredth):
+            return True
+    return judged
+
+
+# -- equations, choices, bases ------------------------------------------------------------------------------------------
+
+
+def _chains(given: str, wanted: str, question: str, depth: int) -> Verdict | str:
+    """`x = 42` and `2+40 = 42` say 42, `43 = 42` says nothing; so does `\\sqrt{2} ≈ 1.5`. Equations are the same up to a factor."""
+    if "≈" in given:
+        *exact, rounded = [side.strip() for side in given.split("≈")]
+        last = _EQUALS.split(exact[-1])[-1].strip() if exact else ""
+        if len(exact) != 1 or not rounded or not (_is_name(exact[0]) or _is_rounded(last, rounded)):
+            return False
+        first = None if _is_name(exact[0]) else _judge(exact[0], wanted, question, depth + 1)
+        return first or _judge(rounded, wanted, question, depth + 1)
+    mine, theirs = ([side.strip() for side in _EQUALS.split(text)] for text in (given, wanted))
+    if len(mine) == len(theirs) == 1:
+        return "other"
+    if not all(mine) or not all(theirs) or _parts(_interval(given)[1]) or _parts(_interval(wanted)[1]):
+        return "other" if all(mine) and all(theirs) else False
+    target = wanted
+    if len(theirs) > 1:
+        named = next((n for n in (0, -1) if _is_name(theirs[n])), None)
+        if len(mine) == len(theirs) == 2:
+            return _two_equations(mine, theirs, question, depth)
+        if named is None and not _agree(theirs[0], theirs[-1]):
+            return False
+        target = theirs[-1] if named != -1 else theirs[0]
+    if len(mine) == 1:
+        return _judge(given, target, question, depth + 1)
+    if _is_name(mine[-1]) and not _is_name(mine[0]):
+        mine.reverse()
+    if not all(_agree(side, mine[-1]) for side in mine[1:-1]):
+        return False
+    if not (_is_name(mine[0]) or _is_asked(mine[0], question) or _agree(mine[0], mine[-1])):
+        return False
+    return _judge(mine[-1], target, question, depth + 1)
+
+
+def _two_equations(mine: list[str], theirs: list[str], question: str, depth: int) -> Verdict:
+    turned = [side[::-1] if _is_name(side[1]) and not _is_name(side[0]) else side for side in (mine, theirs)]
+    (name, value), (other, wanted) = turned
+    judged: Verdict = False
+    if _is_name(name) and _is_name(other):
+        letters = len(name) == len(other) == 1
+        if fold(name) == fold(other) or not (letters and depth):
+            judged = _judge(value, wanted, question, depth + 1)
+        if judged is not False:
+            return judged
+    texts = [f"({left})-({right})" for left, right in (mine, theirs)]
+    left, right = map(_read, texts)
+    if left.tree is None or right.tree is None:
+        return None if left.unknown or right.unknown else False
+    ratios = []
+    for point in range(POINTS):
+        a, b = (_value(text, point, 10) for text in texts)
+        if isinstance(a, Value) and isinstance(b, Value) and (found := ratio(a, b)) is not None:
+            ratios.append(found)
+    zero = Value(Fraction(0))
+    return len(ratios) > 1 and all(same(one, ratios[0], False) and not same(one, zero, False) for one in ratios)
+
+
+def _is_name(text: str) -> bool:
+    """Whether the left side of an equation names what the right side gives: x, f(2), a_5, `\\text{Area}`, a+b; no constant."""
+    bare = words_of(text)
+    if _NAME.fullmatch(bare):
+        return bare not in ("i", "\\pi", "\\infty")
+    if re.search(r"\b(?:not|or|and)\b|[<>,]", bare) or re.search(r"\d", _UNDER_A_NAME.sub("", bare)):
+        return False
+    tree = _read(text).tree
+    return re.search("[A-Za-z]", bare) is not None and (tree is None or not is_constant(tree))
+
+
+def _is_asked(side: str, question: str) -> bool:
+    """Whether the question asks for this side."""
+    tree = _read(side).tree
+    return tree is not None and not is_constant(tree) and "".join(side.split()) in "".join(question.split())
+
+
+def _agree(left: str, right: str) -> bool:
+    """Whether two sides of a chain have the same value, units aside."""
+    (a, _), (b, _) = split_unit(left, bare_letter=True), split_unit(right, bare_letter=True)
+    return fold(a) == fold(b) or _equal(a, b) is True
+
+
+def _is_rounded(exact: str, rounded: str) -> bool:
+    """Whether a decimal is the rounding of a value, to the digits it has."""
+    (exact, _), (rounded, _) = split_unit(exact), split_unit(rounded)
+    value = _value(exact, 0, 10)
+    if re.fullmatch(r"-?\d*\.?\d+", rounded) is None or not isinstance(value, Value) or not value.real:
+        return False
+    digits = len(rounded.partition(".")[2])
+    gap = abs(Fraction(value.re) - Fraction(Decimal(rounded)))
+    return gap <= Fraction(51, 100) / 10**digits
+
+
+def _choices(given: str, wanted: str, question: str, depth: int) -> Verdict | str:
+    """`(B) 42` is B as well as 42."""
+    split = []
+    for text in (given, wanted):
+        found = _CHOICE.fullmatch(words_of(text))
+        letter, rest = (found.group(1) or found.group(3), found.group(2) or found.group(4)) if found else ("", "")
+        alone = len(text) == 1 and "A" <= text <= "J"
+        split.append((text, "") if alone else (letter, rest) if found else ("", text))
+    (mine, said), (theirs, asked) = split
+    if not (said and mine) and not (asked and theirs):
+        return "other"
+    if mine and theirs:
+        return mine == theirs and (not said or not asked or _judge(said, asked, question, depth + 1) is not False)
+    return _judge(said, asked, question, depth + 1) if said and asked else False
+
+
+def _based(text: str) -> tuple[str, str] | None:
+    """Digits and base of `102_3`, `102_{\\text{three}}`, `102 (base 3)`."""
+    found = _BASED.fullmatch(words_of(text).replace("(", " ", 1).replace(")", "", 1).strip()) if text.startswith("(") else _BASED.fullmatch(words_of(text))
+    if found is None:
+        return None
+    base = (found.group(2) or found.group(3)).casefold()
+    base = _BASES.get(base, base)
+    return (found.group(1), base) if base.isdecimal() else None
+
+
+def _bases(given: str, wanted: str) -> Verdict | str:
+    """Digits of a base are those digits of that base; without a base, those of the other side's."""
+    mine, theirs = _based(given), _based(wanted)
+    if mine is None and theirs is None:
+        return "other"
+    digits = [found[0] if found else text for found, text in ((mine, given), (theirs, wanted))]
+    return digits[0].lstrip("0") == digits[1].lstrip("0") and (mine is None or theirs is None or mine[1] == theirs[1])
+
+
+# -- lists, sets, intervals, matrices ------------------------------------------------------------------------------------
+
+
+def _compare(given: str, wanted: str, question: str, depth: int) -> Verdict:
+    (letter, mine), (other, theirs) = _interval(given), _interval(wanted)
     if letter and other and letter != other:
         return False
-    if depth < 3:
-        mine, theirs = _parts(given), _parts(wanted)
-        if mine is not None or theirs is not None:
-            return mine is not None and theirs is not None and _same_parts(mine, theirs, question, depth + 1)
-    left, right = _expression(given), _expression(wanted)
-    if left is None or right is None:
-        return False
-    if is_literal(right) and not (is_reduced(left) if is_literal(left) else not _repeats(given, question)):
-        return False
-    return same_value(left, right)
+    left, right = _parts(mine), _parts(theirs)
+    if left is None and right is None:
+        return _leaf(mine, theirs, question)
+    if left is not None and right is not None:
+        return _same_parts(left, right, question, depth + 1)
+    single = mine if left is None else theirs
+    return None if _read(single).unknown else False
 
 
 def _interval(text: str) -> tuple[str, str]:
@@ -242,28 +320,38 @@ def _interval(text: str) -> tuple[str, str]:
         left_is_letter = len(terms[0]) == 1 and terms[0].isalpha()
         terms = ["-\\infty", "<", *terms] if left_is_letter else [*terms, "<", "\\infty"]
     low, below, letter, above, high = terms
-    if len(letter) != 1 or not letter.isalpha() or not low or not high:
+    if len(letter) != 1 or not letter.isalpha() or not low or not high or "," in low + high:
         return "", text
     return letter, f"{'[' if below == '<=' else '('}{low},{high}{']' if above == '<=' else ')'}"
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """Brackets and members of a tuple, interval, set or list; None for a single thing. Brackets "" mean a list."""
-    if "\\pm" in text and text.count("\\pm") == 1:
-        return "{}", [text.replace("\\pm", "+").removeprefix("+"), text.replace("\\pm", "-")]
-    if len(union := re.split(r"\\cup(?![A-Za-z])|∪", text)) > 1:
-        return "{}", [part.strip() for part in union]
-    inner, brackets = text, "{}"  # a bare list has no order, as a set has none
-    for opening, closing in (("\\{", "\\}"), ("{", "}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]")):
+    """Brackets and members of a tuple, interval, set, list, ratio or matrix; None for a single thing. A bare list is a set."""
+    if text.startswith(GRID) and text.endswith(GRID_END) and text.count(GRID) == 1:
+        rows = [row.split("&") for row in text[1:-1].split(ROW)]
+        return f"{len(rows)}x{len(rows[0])}", [cell.strip() for row in rows for cell in row]
+    if len(union := re.split(r"\\cup(?![A-Za-z])", text)) > 1:
+        return ("{}", [part.strip() for part in union]) if len(union) <= MAX_PARTS else None
+    inner, brackets = text, "{}"
+    for opening, closing in _BRACKETS:
         if text.startswith(opening) and text.endswith(closing):
             candidate = text[len(opening) : len(text) - len(closing)]
             if _balanced(candidate):
                 inner, brackets = candidate, (opening + closing).replace("\\", "")
                 break
-    members = _split(inner)
-    if len(members) < 2 and not (inner is not text and brackets == "{}"):
-        return None
+    members = [sign for member in _split(inner) for sign in _both_signs(member)]
+    braced = text.startswith("\\{") and inner is not text
+    if len(members) < 2 and not braced:
+        ratio_of = [side.strip() for side in text.split(":")]
+        return (":", ratio_of) if 1 < len(ratio_of) <= 4 and all(ratio_of) and not is_text(text) else None
     return (brackets, members) if len(members) <= MAX_PARTS else None
+
+
+def _both_signs(text: str) -> list[str]:
+    if text.count("\\pm") != 1:
+        return [text]
+    plus = text.replace("\\pm", "+").strip().removeprefix("+")
+    return [re.sub(r"=\s*\+", "=", plus), text.replace("\\pm", "-")]
 
 
 def _balanced(text: str) -> bool:
@@ -286,15 +374,82 @@ def _split(text: str) -> list[str]:
     return [*members, text[start:].strip()]
 
 
-def _same_parts(given: tuple[str, list[str]], wanted: tuple[str, list[str]], question: str, depth: int) -> bool:
-    if given[0] != wanted[0] or len(given[1]) != len(wanted[1]):
+def _same_parts(given: tuple[str, list[str]], wanted: tuple[str, list[str]], question: str, depth: int) -> Verdict:
+    mine, theirs = given[1], wanted[1]
+    kinds = {given[0], wanted[0]}
+    column = kinds == {"()", f"{len(mine)}x1"}  # a vector
+    point = kinds == {"()", "{}"} and any(all(_EQUALS.search(part) for part in parts) for parts in (mine, theirs))  # x=3, y=4
+    if len(mine) != len(theirs) or not (given[0] == wanted[0] or column or point):
         return False
-    if given[0] != "{}":
-        return all(_same(a, b, question, depth) for a, b in zip(given[1], wanted[1], strict=True))
-    open_parts = list(wanted[1])
-    for part in given[1]:
-        found = next((n for n, other in enumerate(open_parts) if _same(part, other, question, depth)), None)
+    if given[0] != "{}" or point:
+        return _all(_judge(a, b, question, depth) for a, b in zip(mine, theirs, strict=True))
+    open_parts, left_over = list(theirs), []
+    for part in mine:
+        found = next((n for n, other in enumerate(open_parts) if fold(part) == fold(other)), None)
         if found is None:
+            found = next((n for n, other in enumerate(open_parts) if _judge(part, other, question, depth) is True), None)
+        if found is None:
+            left_over.append(part)
+        else:
+            del open_parts[found]
+    if all(any(_judge(part, other, question, depth) is None for other in open_parts) for part in left_over):
+        return None if left_over else True
+    return False
+
+
+def _all(verdicts: object) -> Verdict:
+    found = list(verdicts)  # type: ignore[call-overload]
+    return False if False in found else None if None in found else True
+
+
+# -- single things -------------------------------------------------------------------------------------------------------
+
+
+def _leaf(given: str, wanted: str, question: str) -> Verdict:
+    mine, theirs = _read(given), _read(wanted)
+    literal = theirs.tree is not None and is_literal(theirs.tree)
+    if mine.tree is None or theirs.tree is None:
+        if not (mine.unknown or mine.tree) or not (theirs.unknown or theirs.tree):
             return False
-        del open_parts[found]
-    return True
+        guess = any("." in text and one.tree is not None and is_literal(one.tree) for text, one in ((given, mine), (wanted, theirs)))
+        return False if guess or (literal and _repeats(given, question)) or len(_EQUALS.findall(given)) > 1 else None
+    if literal and not (is_reduced(mine.tree) if is_literal(mine.tree) else not _repeats(given, question)):
+        return False
+    return _equal(given, wanted)
+
+
+def _repeats(text: str, question: str) -> bool:
+    """Whether `text` takes a number from the question. `12+7` may not come back as `7+12`, `12+7+0` or `12+6+1`."""
+    asked = _COMMAS.sub("", plain_characters(question))
+    return not set(_PLAIN_NUMBER.findall(text)).isdisjoint(_PLAIN_NUMBER.findall(asked))
+
+
+def _equal(left: str, right: str) -> Verdict:
+    """Equal at every fixed point where both have a value, and at one at least. None where letters leave no such point."""
+    trees = (_read(left).tree, _read(right).tree)
+    if trees[0] is None or trees[1] is None:
+        return False
+    if trees[0] == trees[1]:
+        return True
+    kinds = {node.kind if len(node.args) == 1 else "" for tree in trees for node in nodes(tree)}
+    constant = all(is_constant(tree) for tree in trees)
+    points = [0] if constant else [*range(POINTS), *([BELOW_ZERO] if "abs" in kinds else [])]
+    found: Verdict = False
+    for log_base in (10, 0) if "log" in kinds else (10,):
+        found = _equal_at(points, left, right, log_base, constant)
+        if found:
+            return True
+    return found
+
+
+def _equal_at(points: list[int], left: str, right: str, log_base: int, constant: bool) -> Verdict:
+    compared = 0
+    for point in points:
+        a, b = _value(left, point, log_base), _value(right, point, log_base)
+        if a is False or b is False:
+            return False
+        if isinstance(a, Value) and isinstance(b, Value):
+            if not same(a, b, constant):
+                return False
+            compared += 1
+    return True if compared else (False if constant else None)
