@@ -32,15 +32,17 @@ from actors.reward.mathtext import (
 )
 from actors.reward.mathvalue import BELOW_ZERO, POINTS, Value, evaluate, ratio, same
 
-__all__ = ["final_answer", "last_boxed", "readable", "reference_answer", "same_answer", "undecided", "verdict"]
+__all__ = ["final_answer", "last_boxed", "readable_reference", "reference_answer", "same_answer", "undecided", "verdict"]
 
 Verdict = bool | None
 
 MAX_PARTS = 32
 MAX_LABEL_WORDS = 8  # a reference in more words than this is a text, no answer
 _RELATION = re.compile(r"(<=|>=|<|>)")
+_ORDER = re.compile("[<>≠]")
 _EQUALS = re.compile(r"(?<![<>=!])=(?!=)")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()=]*\))?")
+_POINT = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
 _UNDER_A_NAME = re.compile(r"_\{[^{}]*\}|_\w|\^\{[^{}]*\}|\^\w|\([^()]*\)")
 _BASED = re.compile(r"([0-9A-Z.]+)\s*(?:_\s*\{?\s*([0-9A-Za-z]+)\s*\}?|\(?\s*base\s*([0-9A-Za-z]+)\s*\)?)")
 _CHOICE = re.compile(r"\(\s*([A-J])\s*\)\s*:?\s*(\S.*)|([A-J])[.):]\s+(\S.*)")
@@ -180,8 +182,10 @@ def _chains(given: str, wanted: str, question: str, depth: int) -> Verdict | str
     mine, theirs = ([side.strip() for side in _EQUALS.split(text)] for text in (given, wanted))
     if len(mine) == len(theirs) == 1:
         return "other"
-    if not all(mine) or not all(theirs) or _parts(_interval(given)[1]) or _parts(_interval(wanted)[1]):
-        return "other" if all(mine) and all(theirs) else False
+    if not all(mine) or not all(theirs):
+        return False
+    if max(len(_split(given)), len(_split(wanted))) > 1 or _ORDER.search(given + wanted):
+        return "other"
     target = wanted
     if len(theirs) > 1:
         named = next((n for n in (0, -1) if _is_name(theirs[n])), None)
@@ -194,7 +198,7 @@ def _chains(given: str, wanted: str, question: str, depth: int) -> Verdict | str
         return _judge(given, target, question, depth + 1)
     if _is_name(mine[-1]) and not _is_name(mine[0]):
         mine.reverse()
-    if not all(_agree(side, mine[-1]) for side in mine[1:-1]):
+    if not all(_agree(side, mine[-1]) or _has_letters(side) for side in mine[1:-1]):
         return False
     if not (_is_name(mine[0]) or _is_asked(mine[0], question) or _agree(mine[0], mine[-1])):
         return False
@@ -227,6 +231,8 @@ def _two_equations(mine: list[str], theirs: list[str], question: str, depth: int
 def _is_name(text: str) -> bool:
     """Whether the left side of an equation names what the right side gives: x, f(2), a_5, `\\text{Area}`, a+b; no constant."""
     bare = words_of(text)
+    if _POINT.fullmatch(bare):
+        return True
     if _NAME.fullmatch(bare):
         return bare not in ("i", "\\pi", "\\infty")
     if re.search(r"\b(?:not|or|and)\b|[<>,]", bare) or re.search(r"\d", _UNDER_A_NAME.sub("", bare)):
@@ -235,10 +241,15 @@ def _is_name(text: str) -> bool:
     return re.search("[A-Za-z]", bare) is not None and (tree is None or not is_constant(tree))
 
 
+def _has_letters(side: str) -> bool:
+    """Whether a side is a formula in letters: it may have the value of the other side."""
+    tree = _read(side).tree
+    return tree is not None and not is_constant(tree)
+
+
 def _is_asked(side: str, question: str) -> bool:
     """Whether the question asks for this side."""
-    tree = _read(side).tree
-    return tree is not None and not is_constant(tree) and "".join(side.split()) in "".join(question.split())
+    return _has_letters(side) and "".join(side.split()) in "".join(question.split())
 
 
 def _agree(left: str, right: str) -> bool:
@@ -343,7 +354,7 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
     braced = text.startswith("\\{") and inner is not text
     if len(members) < 2 and not braced:
         ratio_of = [side.strip() for side in text.split(":")]
-        return (":", ratio_of) if 1 < len(ratio_of) <= 4 and all(ratio_of) and not is_text(text) else None
+        return (":", ratio_of) if 1 < len(ratio_of) <= 4 and all(ratio_of) and not re.search("[A-Za-z]", text) else None
     return (brackets, members) if len(members) <= MAX_PARTS else None
 
 
@@ -410,6 +421,8 @@ def _leaf(given: str, wanted: str, question: str) -> Verdict:
     literal = theirs.tree is not None and is_literal(theirs.tree)
     if mine.tree is None or theirs.tree is None:
         if not (mine.unknown or mine.tree) or not (theirs.unknown or theirs.tree):
+            return False
+        if (_ORDER.search(given) is None) != (_ORDER.search(wanted) is None):
             return False
         guess = any("." in text and one.tree is not None and is_literal(one.tree) for text, one in ((given, mine), (wanted, theirs)))
         return False if guess or (literal and _repeats(given, question)) or len(_EQUALS.findall(given)) > 1 else None

@@ -15,7 +15,7 @@ SHORT_CHARS = 80  # a text up to this may be an expression as a whole
 WINDOW_CHARS = 400  # around the last digit of a text
 MARKERS_TRIED = 64  # from the end
 
-_LONE_WORD = re.compile(r"(?<!\S)[A-Za-z]+(?!\S)")  # `it is 5` is a sentence, not a product
+_LONE_WORD = re.compile(r"(?<!\S)[A-Za-z]{2,}(?!\S)")  # `it is 5` is a sentence, not a product
 _NUMBER = re.compile(
     r"-?\s?\\[dtc]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*\d+\s*\}|-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])|"
     r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?(?:\s*/\s*\d+)?|-?\.\d+"
@@ -24,8 +24,11 @@ _MARKER = re.compile(r"####|\banswer(?![a-z])", re.IGNORECASE)
 _SAYS = re.compile(r"[\s*_]{0,16}(?:(is|was|equals|would be|must be|should be)(?![a-z])|[:=])[\s:*_]{0,16}", re.IGNORECASE)
 _DENIED = re.compile(r"\b(?:not|never|neither|nor|cannot)\b|n['’]t\b", re.IGNORECASE)
 _ABOUT_IT = re.compile(r"(?:correct|right|valid|wrong|incorrect|verified|consistent|reasonable|as follows|given|found|obtained)\b", re.IGNORECASE)
+_REFUSED = re.compile(r"\W{0,4}(?:is|was|would be|seems)(?:n['’]t| not| wrong| incorrect| false)\b", re.IGNORECASE)
 _DENIAL_CHARS = 40  # between a denial and the number it denies
 _SENTENCE_END = re.compile(r"(?:[.!?;]|\*\*)(?:\s|$)")
+_ASSIGNMENT = re.compile(r"\$?\s*[A-Za-z](?:\([A-Za-z]\)|_\{?\w\}?)?\s*=[^=]*$")
+_OTHER_SIDE = re.compile(r"(?:^|[=\n.:]|\b(?:so|thus|hence|then|therefore|that|is))\s*\$?(-?\d[\d.,]*)\s*=\s*\$?$")
 _LAST_DIGIT = re.compile(r".*[\d½¼¾⅓⅔]", re.DOTALL)
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _IS_RAISED = re.compile(r"\^\s?\{?\s?$")
@@ -71,7 +74,8 @@ def final_answer(text: str, readable: Callable[[str], bool]) -> str | None:
     if said is not None or denied:
         return said
     whole = text.strip()
-    if len(whole) <= SHORT_CHARS and not _LONE_WORD.search(normalize(whole)) and readable(whole):
+    one_thing = len(whole) <= SHORT_CHARS and ("=" not in whole or _ASSIGNMENT.match(whole))
+    if one_thing and not _LONE_WORD.search(normalize(whole)) and readable(whole):
         return whole
     return _last_number(whole)
 
@@ -113,8 +117,8 @@ def _trim_sentence(text: str, readable: Callable[[str], bool]) -> str:
 
 
 def _last_number(text: str) -> str | None:
-    """The last number in free text that is no exponent; None where it is denied. An `e` amid a chain (`d1=1e0`) is a name of the
-    chain, not an exponent."""
+    """The last number in free text that is no exponent; None where it is denied, or another is said to be its equal.
+    An `e` amid a chain (`d1=1e0`) is a name of the chain, not an exponent."""
     last = _LAST_DIGIT.match(text)
     if last is None:
         return None
@@ -126,7 +130,11 @@ def _last_number(text: str) -> str | None:
     near = _SENTENCE_END.split(before[-_DENIAL_CHARS:])[-1]
     if (denial := _DENIED.search(near)) and not _NUMBER.search(near, denial.end()):
         return None
+    if _REFUSED.match(text, last.end()):
+        return None
     number = found.group().strip()
+    if (side := _OTHER_SIDE.search(before)) and side.group(1) != number:
+        return None
     words = before.rsplit(maxsplit=1)
     in_chain = bool(words) and not before[-1].isspace() and any(char.isdigit() for char in words[-1])
     return re.split("[eE]", number)[-1] if in_chain else number

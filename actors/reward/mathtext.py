@@ -27,15 +27,16 @@ _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _RAISED_LETTERS = {"⁺": "+", "⁻": "-", "ⁿ": "n"}
 _BEHIND = r"(?![A-Za-z])"
-_NAMES = "|".join((*FUNCTIONS, "sqrt", "pi"))
+_NAMES = "|".join(name for name in (*FUNCTIONS, "sqrt", "pi") if name != "sec")  # `15 sec` is a time
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _COMMANDS = (
     (re.compile(rf"\\(?:left|right|middle|[dD]isplaystyle|textstyle|limits|[bB]igg?[lr]?){_BEHIND}"), ""),
     (re.compile(rf"\\(?:tiny|scriptsize|small|normalsize|large|Large|LARGE|huge|Huge|rm|bf|it|sf|tt|bfseries){_BEHIND}"), " "),
-    (re.compile(rf"\\(?:underline|boldsymbol|bm|mathbf|mathit|mathsf|mathtt|mathnormal|ensuremath|emph){_BEHIND}"), ""),
+    (re.compile(rf"\\(?:boxed|fbox|underline|boldsymbol|bm|mathbf|mathit|mathsf|mathtt|mathnormal|ensuremath|emph){_BEHIND}"), ""),
     (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), ""),
     (re.compile(rf"\\[dtc]frac{_BEHIND}"), r"\\frac"),
     (re.compile(rf"\\[dt]binom{_BEHIND}"), r"\\binom"),
+    (re.compile(rf"\{{([^{{}}]*)\\over{_BEHIND}([^{{}}]*)\}}"), r"\\frac{\1}{\2}"),
     (re.compile(rf"\\leq?(?:slant)?{_BEHIND}|=<"), "<="),
     (re.compile(rf"\\geq?(?:slant)?{_BEHIND}|=>"), ">="),
     (re.compile(rf"\\lt{_BEHIND}"), "<"),
@@ -57,11 +58,12 @@ _COMMANDS = (
     (re.compile(r"(?:\b(?:US|NT|HK|CA|AU|A|C|S))?\\?\$|\\[()\[\]](?=\s|$)|^\\[(\[]"), ""),
     (re.compile(r"^\s*(?:Rs\.?|USD|EUR|GBP|INR|RMB|CNY|JPY)\s*(?=[\d.])"), ""),
     (re.compile(r"\*\*"), "^"),
-    (re.compile(rf"(?<![A-Za-z\\])({_NAMES}){_BEHIND}"), r"\\\1 "),
+    (re.compile(rf"(?<![A-Za-z\\])(?:({_NAMES}){_BEHIND}|(sec)(?=\s*[(\\^]|\s*[a-z]{_BEHIND}))"), r"\\\1\2 "),
     (re.compile(r"^\\\{\s*\(?([A-Za-z])\)?\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?[|:](.*)\\\}$"), r"\2"),
 )
 _ROMAN = re.compile(r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])([^{}]*)\}")
-_STYLED = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"\\[,;: !]|~")
+_STYLED = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mathrm|mbox|hbox|operatorname\*?)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _FREE_DIGIT = re.compile(r"(?<![\^{-])(?<!\^\{-)\d|[\\=<>]")
 _GRIDS = re.compile(
     r"\\begin\s*\{(?:[pbB]?matrix|smallmatrix|array)\}(?:\s*\{[lcr|\s]*\})?(.*?)\\end\s*\{(?:[pbB]?matrix|smallmatrix|array)\}", re.S
@@ -72,9 +74,10 @@ _REPEATING = re.compile(r"(\d*)\.(\d*?)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|
 _SCALE = re.compile(rf"(?<=[\d}}])\s*{TEXT}?\s*({'|'.join(_SCALES)}){_BEHIND}")
 _OR = re.compile(r",? ?(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
 _ORDINAL = re.compile(rf"(?<=\d)(?:\s*\^\s*\{{?\s*)?{TEXT}?\s*(?:st|nd|rd|th)\s*{END}?\}}?$")
-_MODULO = re.compile(r"\\p?mod\s*(?:\{[^{}]*\}|\d+)$|\\bmod\s*(?:\{[^{}]*\}|\d+)$|\(\s*(?:\\?mod)\s*\d+\s*\)$")
+_MODULO = re.compile(r",? ?\(? ?(?:\\[pb]?mod|(?<![A-Za-z\\])mod(?:ulo)?) ?(?:\{ ?\d+ ?\}|\d+) ?\)?$")
 _IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_SMALL_WORD = re.compile(r"(?<!\S)(?:a[nst]|b[ey]|do|go|he|i[fnst]|m[ey]|no|o[fnr]|so|to|u[ps]|we)(?!\S)", re.IGNORECASE)
 _PRODUCT = re.compile(r"[a-dkmnp-z]{2}")  # `ab` is a product of two letters; what has an o, an i or an e is a word
 _LETTERS = frozenset("abcdkmnpqrstuvwxyz")
 _ABBREVIATIONS = {
@@ -153,6 +156,8 @@ def normalize(answer: str) -> str:
     text = _SPACED.sub(lambda m: m.group(0).replace(" ", ""), text)
     text = _SCALE.sub(lambda m: f"*10^{_SCALES[m.group(1)]} {TEXT if TEXT in m.group(0) else ''}", _REPEATING.sub(_fraction, text))
     text = _OR.sub(",", text).replace(";", ",")
+    while text.startswith("{") and text.endswith("}") and "," not in text and text.count("{") == 1:
+        text = text[1:-1].strip()
     text = _ORDINAL.sub("", text.strip().rstrip(".,:").strip().removeprefix("≈").strip())
     bare = words_of(text)
     if choice := re.fullmatch(r"\(?\s*([A-Za-z])\s*[).]?", bare):
@@ -166,13 +171,14 @@ def words_of(text: str) -> str:
 
 
 def _styled(found: re.Match[str]) -> str:
-    command, inside = found.group(0), found.group(1).strip()
+    command, raw = found.group(0), _SPACING.sub(" ", found.group(1).replace("\\cdot", "*"))
+    inside = raw.strip()
     if command.startswith("\\operatorname") and inside in FUNCTIONS:
         return f"\\{inside} "
     plain = inside in ("e", "i") or _FREE_DIGIT.search(inside) or re.search(r"\b(?:or|and)\b", inside)
     if plain or re.fullmatch(r"\(?[A-Z]\)?\.?:?|\\?\$|%|Rs\.?", inside) or not inside:
-        return f" {found.group(1)} "
-    return f"{TEXT}{found.group(1)}{END}"
+        return f" {raw} "
+    return f"{TEXT}{raw}{END}"
 
 
 def _fraction(repeating: re.Match[str]) -> str:
@@ -196,12 +202,14 @@ def _is_product(letters: str) -> bool:
     if len(letters) == 2:
         return bool(_PRODUCT.fullmatch(letters.lower()))
     small = letters.lower()
+    if set(small) <= set("xyz") or set(small) <= set("abc"):
+        return len(letters) <= 4
     return len(letters) <= 4 and letters in (small, letters.upper()) and set(small) <= _LETTERS and list(small) == sorted(small)
 
 
 def is_text(text: str) -> bool:
     """Words are compared as words, never as products of letters."""
-    if TEXT in text:
+    if TEXT in text or _SMALL_WORD.search(text):
         return True
     return any(not _is_product(word) for word in _WORD.findall(text)) or (len(text) > 1 and text.isalpha() and not _is_product(text))
 
@@ -219,7 +227,7 @@ def split_unit(text: str, bare_letter: bool = False) -> tuple[str, str]:
 
 def _is_unit(head: str, tail: str, bare_letter: bool) -> bool:
     styled = tail[0] == TEXT or tail.startswith("\\frac")
-    bare = head.rstrip()
+    bare = re.sub(r"(?<=\d)-$", "", head.rstrip())  # 15-inch
     if not bare or bare[-1] in "+-*/^_=<>,([{" or is_text(head) or not (styled or _NUMERAL.search(bare)):
         return False
     words = [word.casefold() for word in re.findall("[A-Za-z]+", tail.removeprefix("\\frac"))]
@@ -247,4 +255,4 @@ def same_unit(left: str, right: str) -> bool:
 
 def strip_modulus(text: str) -> str:
     """Without the `\\pmod{7}` behind a residue."""
-    return _MODULO.sub("", text).strip()
+    return _MODULO.sub("", words_of(text)).strip()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from actors.reward.instructions import instructions
-from actors.reward.mathanswer import final_answer, last_boxed, reference_answer, same_answer, undecided
+from actors.reward.mathanswer import final_answer, last_boxed, readable_reference, reference_answer, verdict
 from actors.reward.sample import BadLabel, Sample, Value
 from actors.runtime.seeds import rng_for
 
@@ -44,23 +44,17 @@ def contains(sample: Sample) -> Value:
 
 class MathRule(msgspec.Struct, frozen=True):
     """A rule that compares one answer with the label. `answer`: what a response answers, None or empty = nothing; `value`: what
-    right and wrong earn. Called as every rule it judges alone; MathScorer asks further where `undecided` gives a pair."""
+    right and wrong earn. Called as every rule it judges alone; MathScorer asks further where the verdict is open."""
 
     answer: Callable[[Sample], str | None]
     value: Callable[[bool], Value] = float
 
     def __call__(self, sample: Sample) -> Value:
-        return self.value(self.right(sample))
+        return self.value(self.verdict(sample) is True)
 
-    def right(self, sample: Sample) -> bool:
-        """Whether the answer is the label."""
-        given = self.answer(sample)
-        return bool(given) and same_answer(given or "", reference_answer(sample.label), sample.prompt)
-
-    def undecided(self, sample: Sample) -> tuple[str, str] | None:
-        """Answer and reference of a sample that is not right here and may still be."""
-        given, wanted = self.answer(sample) or "", reference_answer(sample.label)
-        return (given, wanted) if undecided(given, wanted, sample.prompt) else None
+    def verdict(self, sample: Sample) -> bool | None:
+        """Whether the answer is the label; None where one of them is mathematics that is not read here."""
+        return verdict(self.answer(sample) or "", reference_answer(sample.label), sample.prompt)
 
 
 def _dapo_answer(sample: Sample) -> str | None:
