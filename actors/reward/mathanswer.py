@@ -40,6 +40,7 @@ MAX_PARTS = 32
 MAX_LABEL_WORDS = 8  # a reference in more words than this is a text, no answer
 _RELATION = re.compile(r"(<=|>=|<|>)")
 _ORDER = re.compile("[<>≠]")
+_ARROW = re.compile(r"\\(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow|\\(?:to|implies|iff|gets)(?![A-Za-z])|[→⇒⇔]")
 _EQUALS = re.compile(r"(?<![<>=!])=(?!=)")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()=]*\))?")
 _POINT = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
@@ -209,9 +210,9 @@ def _two_equations(mine: list[str], theirs: list[str], question: str, depth: int
     turned = [side[::-1] if _is_name(side[1]) and not _is_name(side[0]) else side for side in (mine, theirs)]
     (name, value), (other, wanted) = turned
     judged: Verdict = False
-    if _is_name(name) and _is_name(other):
-        letters = len(name) == len(other) == 1
-        if fold(name) == fold(other) or not (letters and depth):
+    if fold(name) == fold(other) or (_NAME.fullmatch(name) and _NAME.fullmatch(other)):
+        axes = {name, other} <= set("xyz") or (depth and len(name) == len(other) == 1)
+        if fold(name) == fold(other) or not axes:
             judged = _judge(value, wanted, question, depth + 1)
         if judged is not False:
             return judged
@@ -317,7 +318,7 @@ def _compare(given: str, wanted: str, question: str, depth: int) -> Verdict:
     if left is not None and right is not None:
         return _same_parts(left, right, question, depth + 1)
     single = mine if left is None else theirs
-    return None if _read(single).unknown else False
+    return None if _read(single).unknown and not re.search("[=<>≠]", single) else False
 
 
 def _interval(text: str) -> tuple[str, str]:
@@ -422,7 +423,7 @@ def _leaf(given: str, wanted: str, question: str) -> Verdict:
     if mine.tree is None or theirs.tree is None:
         if not (mine.unknown or mine.tree) or not (theirs.unknown or theirs.tree):
             return False
-        if (_ORDER.search(given) is None) != (_ORDER.search(wanted) is None):
+        if (_ORDER.search(given) is None) != (_ORDER.search(wanted) is None) or (_ARROW.search(given) and "\\lim" not in given):
             return False
         guess = any("." in text and one.tree is not None and is_literal(one.tree) for text, one in ((given, mine), (wanted, theirs)))
         return False if guess or (literal and _repeats(given, question)) or len(_EQUALS.findall(given)) > 1 else None

@@ -52,6 +52,7 @@ _COMMANDS = (
     (re.compile(rf"\\(?:langle|rangle){_BEHIND}"), lambda m: "(" if "l" in m.group()[:2] else ")"),
     (re.compile(rf"\^\s*(?:\\circ{_BEHIND}|\{{\s*\\circ\s*\}})|\^?\s*\\(?:text)?degrees?{_BEHIND}|\^\s*°"), "°"),
     (re.compile(r"\\%"), "%"),
+    (re.compile(rf"\\(?:lor|vee|land|wedge){_BEHIND}|[∨∧]"), " or "),
     (re.compile(r"(?<=\d)(?:\\,|\\ |\\;|\\:|~|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))"), " "),
     (re.compile(rf"\\(?:quad|qquad|hspace\{{[^{{}}]*\}}){_BEHIND}|\\[,;: >\n]|\\\\|~"), " "),
     (re.compile(r"\\!|\{,\}"), ""),
@@ -74,6 +75,7 @@ _REPEATING = re.compile(r"(\d*)\.(\d*?)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|
 _SCALE = re.compile(rf"(?<=[\d}}])\s*{TEXT}?\s*({'|'.join(_SCALES)}){_BEHIND}")
 _OR = re.compile(r",? ?(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
 _ORDINAL = re.compile(rf"(?<=\d)(?:\s*\^\s*\{{?\s*)?{TEXT}?\s*(?:st|nd|rd|th)\s*{END}?\}}?$")
+_LEAD_IN = re.compile(rf"^(?:{TEXT}(?:(?!\bnot\b|\bleast\b|\bmost\b)[A-Za-z ])*(?::|\b(?:is|are|about|approximately|exactly|equals))\s*{END}\s*)(?=.)")
 _MODULO = re.compile(r",? ?\(? ?(?:\\[pb]?mod|(?<![A-Za-z\\])mod(?:ulo)?) ?(?:\{ ?\d+ ?\}|\d+) ?\)?$")
 _IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
@@ -159,6 +161,7 @@ def normalize(answer: str) -> str:
     while text.startswith("{") and text.endswith("}") and "," not in text and text.count("{") == 1:
         text = text[1:-1].strip()
     text = _ORDINAL.sub("", text.strip().rstrip(".,:").strip().removeprefix("≈").strip())
+    text = _LEAD_IN.sub("", text)
     bare = words_of(text)
     if choice := re.fullmatch(r"\(?\s*([A-Za-z])\s*[).]?", bare):
         return choice.group(1)
