@@ -285,9 +285,11 @@ _MINUS_ONE = Node("neg", (Node("number", number=Fraction(1)),))
 
 def nodes(tree: Node) -> Iterator[Node]:
     """All nodes of a tree."""
-    yield tree
-    for arg in tree.args:
-        yield from nodes(arg)
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        left.extend(node.args)
 
 
 def is_constant(tree: Node) -> bool:

@@ -84,6 +84,18 @@ def ratio(left: Value, right: Value) -> Value | None:
 
 
 def _evaluate(node: Node, point: int, log_base: int) -> Value:
+    """Long sums and products hang to the left: those are walked in a loop, only brackets are recursion."""
+    spine: list[Node] = []
+    while node.kind in ("+", "*", "/", "frac"):
+        spine.append(node)
+        node = node.args[0]
+    value = _operand(node, point, log_base)
+    for above in reversed(spine):
+        value = _bounded(_OPERATIONS[above.kind](value, _evaluate(above.args[1], point, log_base)))
+    return value
+
+
+def _operand(node: Node, point: int, log_base: int) -> Value:
     match node.kind:
         case "number":
             return Value(node.number)
