@@ -47,8 +47,10 @@ _POINT = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
 _UNDER_A_NAME = re.compile(r"_\{[^{}]*\}|_\w|\^\{[^{}]*\}|\^\w|\([^()]*\)")
 _BASED = re.compile(r"([0-9A-Z.]+)\s*(?:_\s*\{?\s*([0-9A-Za-z]+)\s*\}?|\(?\s*base\s*([0-9A-Za-z]+)\s*\)?)")
 _CHOICE = re.compile(r"\(\s*([A-J])\s*\)\s*:?\s*(\S.*)|([A-J])[.):]\s+(\S.*)")
+_NUMBER = re.compile(r"-?\d{1,400}(?:\.\d{1,400})?")
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _COMMAS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_WIDE_DIGITS = {0xFF10 + n: str(n) for n in range(10)}
 _BASES = {word: str(n) for n, word in enumerate("two three four five six seven eight nine ten eleven twelve".split(), 2)}
 _BRACKETS = (("\\{", "\\}"), ("{", "}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"))
 
@@ -91,7 +93,9 @@ def final_answer(text: str) -> str | None:
 
 def readable(text: str) -> bool:
     """Whether a text is one number, formula, list, interval or equation as it stands, units aside."""
-    return len(text) <= MAX_ANSWER_CHARS and _is_readable(normalize(text), 0)
+    if _NUMBER.fullmatch(text):
+        return True
+    return len(text) <= MAX_ANSWER_CHARS and len(text := plain_characters(text)) <= MAX_ANSWER_CHARS and _is_readable(normalize(text), 0)
 
 
 def _is_readable(text: str, depth: int) -> bool:
@@ -114,6 +118,8 @@ def readable_reference(label: str) -> bool:
     if readable(wanted):
         return True
     words = words_of(normalize(wanted)) if len(wanted) <= MAX_ANSWER_CHARS else ""
+    if words.startswith(("b'", 'b"')):
+        return False  # bytes that were told as text
     return bool(words) and len(words.split()) <= MAX_LABEL_WORDS and re.fullmatch(r"[\w\s.,'()-]+", words) is not None
 
 
@@ -129,6 +135,8 @@ def undecided(given: str, wanted: str, question: str = "") -> bool:
 
 def verdict(given: str, wanted: str, question: str = "") -> Verdict:
     """Is `given` the reference `wanted`? None where one side is mathematics that we do not read; a no is final."""
+    if max(len(given), len(wanted)) <= MAX_ANSWER_CHARS:
+        given, wanted = plain_characters(given), plain_characters(wanted)
     if max(len(given), len(wanted)) > MAX_ANSWER_CHARS:
         return given.strip() == wanted.strip()
     return _judge(normalize(given), normalize(wanted), question, 0)
@@ -395,18 +403,23 @@ def _same_parts(given: tuple[str, list[str]], wanted: tuple[str, list[str]], que
         return False
     if given[0] != "{}" or point:
         return _all(_judge(a, b, question, depth) for a, b in zip(mine, theirs, strict=True))
-    open_parts, left_over = list(theirs), []
+    open_parts, left_open = list(theirs), 0
     for part in mine:
         found = next((n for n, other in enumerate(open_parts) if fold(part) == fold(other)), None)
         if found is None:
-            found = next((n for n, other in enumerate(open_parts) if _judge(part, other, question, depth) is True), None)
+            judged: list[Verdict] = []
+            for n, other in enumerate(open_parts):
+                judged.append(_judge(part, other, question, depth))
+                if judged[-1] is True:
+                    found = n
+                    break
+            if found is None and None not in judged:
+                return False
         if found is None:
-            left_over.append(part)
+            left_open += 1
         else:
             del open_parts[found]
-    if all(any(_judge(part, other, question, depth) is None for other in open_parts) for part in left_over):
-        return None if left_over else True
-    return False
+    return None if left_open else True
 
 
 def _all(verdicts: object) -> Verdict:
@@ -434,8 +447,8 @@ def _leaf(given: str, wanted: str, question: str) -> Verdict:
 
 def _repeats(text: str, question: str) -> bool:
     """Whether `text` takes a number from the question. `12+7` may not come back as `7+12`, `12+7+0` or `12+6+1`."""
-    asked = _COMMAS.sub("", plain_characters(question))
-    return not set(_PLAIN_NUMBER.findall(text)).isdisjoint(_PLAIN_NUMBER.findall(asked))
+    mine = set(_PLAIN_NUMBER.findall(text))
+    return bool(mine) and not mine.isdisjoint(_PLAIN_NUMBER.findall(_COMMAS.sub("", question.translate(_WIDE_DIGITS))))
 
 
 def _equal(left: str, right: str) -> Verdict:

@@ -6,7 +6,7 @@ An answer that is denied (`the answer is not 42`) is none; one that offers sever
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from actors.reward.mathtext import MAX_ANSWER_CHARS, normalize, plain_characters
 
@@ -20,7 +20,7 @@ _NUMBER = re.compile(
     r"-?\s?\\[dtc]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*\d+\s*\}|-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])|"
     r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?(?:\s*/\s*\d+)?|-?\.\d+"
 )
-_MARKER = re.compile(r"####|\banswer(?![a-z])", re.IGNORECASE)
+_MARKERS = ("####", "answer", "Answer", "ANSWER")
 _SAYS = re.compile(r"[\s*_]{0,16}(?:(is|was|equals|would be|must be|should be)(?![a-z])|[:=])[\s:*_]{0,16}", re.IGNORECASE)
 _DENIED = re.compile(r"\b(?:not|never|neither|nor|cannot)\b|n['’]t\b", re.IGNORECASE)
 _ABOUT_IT = re.compile(r"(?:correct|right|valid|wrong|incorrect|verified|consistent|reasonable|as follows|given|found|obtained)\b", re.IGNORECASE)
@@ -80,12 +80,25 @@ def final_answer(text: str, readable: Callable[[str], bool]) -> str | None:
     return _last_number(whole)
 
 
+def _from_the_end(text: str) -> Iterator[tuple[str, int]]:
+    """Markers and where they begin, the last one first."""
+    places = {mark: text.rfind(mark) for mark in _MARKERS}
+    for _ in range(MARKERS_TRIED):
+        mark = max(_MARKERS, key=places.__getitem__)
+        if places[mark] < 0:
+            return
+        yield mark, places[mark]
+        places[mark] = text.rfind(mark, 0, places[mark])
+
+
 def _marked(text: str, readable: Callable[[str], bool]) -> tuple[str | None, bool]:
     """What follows the last marker that says something; and whether one was there and denied what it said."""
     denied = False
-    for mark in reversed([found.span() for found in _MARKER.finditer(text)][-MARKERS_TRIED:]):
-        at = mark[1]
-        if text[mark[0]] != "#":
+    for mark, start in _from_the_end(text):
+        at = start + len(mark)
+        if mark != "####":
+            if text[at : at + 1].isalpha() or text[max(0, start - 1) : start].isalpha():
+                continue
             says = _SAYS.match(text, at)
             if says is None:
                 denied = denied or bool(re.match(r"\s{1,4}(?:is|was|can|does|could|would)n['’]?t\b|\s{1,4}can ?not\b", text[at : at + 20], re.IGNORECASE))

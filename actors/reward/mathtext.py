@@ -52,6 +52,7 @@ _COMMANDS = (
     (re.compile(rf"\\(?:langle|rangle){_BEHIND}"), lambda m: "(" if "l" in m.group()[:2] else ")"),
     (re.compile(rf"\^\s*(?:\\circ{_BEHIND}|\{{\s*\\circ\s*\}})|\^?\s*\\(?:text)?degrees?{_BEHIND}|\^\s*°"), "°"),
     (re.compile(r"\\%"), "%"),
+    (re.compile(r"<\|\w{1,20}\|>|(?<!\.)[.,:]\s*$|^\s*(?:an?|the)\s+(?=\d)"), ""),
     (re.compile(rf"\\(?:lor|vee|land|wedge){_BEHIND}|[∨∧]"), " or "),
     (re.compile(r"(?<=\d)(?:\\,|\\ |\\;|\\:|~|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))"), " "),
     (re.compile(rf"\\(?:quad|qquad|hspace\{{[^{{}}]*\}}){_BEHIND}|\\[,;: >\n]|\\\\|~"), " "),
