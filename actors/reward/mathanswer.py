@@ -39,13 +39,14 @@ Verdict = bool | None
 MAX_PARTS = 32
 MAX_LABEL_WORDS = 8  # a reference in more words than this is a text, no answer
 _RELATION = re.compile(r"(<=|>=|<|>)")
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
 _ORDER = re.compile("[<>≠]")
-_ARROW = re.compile(r"\\(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow|\\(?:to|implies|iff|gets)(?![A-Za-z])|[→⇒⇔]")
+_ARROW = re.compile(r"\\l?not(?![A-Za-z])|\\[bx]?cancel|\\(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow|\\(?:to|implies|iff|gets)(?![A-Za-z])|[→⇒⇔]")
 _EQUALS = re.compile(r"(?<![<>=!])=(?!=)")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()=]*\))?")
 _POINT = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
 _UNDER_A_NAME = re.compile(r"_\{[^{}]*\}|_\w|\^\{[^{}]*\}|\^\w|\([^()]*\)")
-_BASED = re.compile(r"([0-9A-Z.]+)\s*(?:_\s*\{?\s*([0-9A-Za-z]+)\s*\}?|\(?\s*base\s*([0-9A-Za-z]+)\s*\)?)")
+_BASED = re.compile(r"([0-9A-Z.]+)\s*(?:_\s*\{?\s*\(?([0-9A-Za-z]+)\)?\s*\}?|\(?\s*base\s*([0-9A-Za-z]+)\s*\)?)")
 _CHOICE = re.compile(r"\(\s*([A-J])\s*\)\s*:?\s*(\S.*)|([A-J])[.):]\s+(\S.*)")
 _NUMBER = re.compile(r"-?\d{1,400}(?:\.\d{1,400})?")
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -139,7 +140,11 @@ def verdict(given: str, wanted: str, question: str = "") -> Verdict:
         given, wanted = plain_characters(given), plain_characters(wanted)
     if max(len(given), len(wanted)) > MAX_ANSWER_CHARS:
         return given.strip() == wanted.strip()
-    return _judge(normalize(given), normalize(wanted), question, 0)
+    reference = normalize(wanted)
+    ways = [normalize(way) for way in _OR.split(given)]
+    if 1 < len(ways) < 4 and all(_judge(way, reference, question, 0) is True for way in ways):
+        return True  # `3/4 or 0.75` says one thing
+    return _judge(normalize(given), reference, question, 0)
 
 
 def _judge(given: str, wanted: str, question: str, depth: int) -> Verdict:
@@ -169,11 +174,14 @@ def _without_units(given: str, wanted: str, question: str, depth: int, found: Ve
         return False
     judged = _judge(mine, theirs, question, depth + 1)
     if judged is not True and ("%" in unit) != ("%" in other):  # 25% is 0.25, too
-        hundredth = [f"({text})/100" if "%" in mark else text for text, mark in ((mine, unit), (theirs, other))]
         left, right = _read(mine).tree, _read(theirs).tree
-        if left and right and is_literal(left) and is_literal(right) and _agree(*hundredth):
-            return True
+        return bool(left and right and is_literal(left) and is_literal(right) and _equal(*_as_numbers(given, wanted))) or judged
     return judged
+
+
+def _as_numbers(*texts: str) -> list[str]:
+    """The texts without units, a percentage as the hundredth that it is."""
+    return [f"({bare})/100" if "%" in unit else bare for bare, unit in (split_unit(text) for text in texts)]
 
 
 # -- equations, choices, bases ------------------------------------------------------------------------------------------
@@ -193,7 +201,7 @@ def _chains(given: str, wanted: str, question: str, depth: int) -> Verdict | str
         return "other"
     if not all(mine) or not all(theirs):
         return False
-    if max(len(_split(given)), len(_split(wanted))) > 1 or _ORDER.search(given + wanted):
+    if any("=" in text and len(_split(text)) > 1 for text in (given, wanted)) or _ORDER.search(given + wanted):
         return "other"
     target = wanted
     if len(theirs) > 1:
@@ -263,8 +271,8 @@ def _is_asked(side: str, question: str) -> bool:
 
 def _agree(left: str, right: str) -> bool:
     """Whether two sides of a chain have the same value, units aside."""
-    (a, _), (b, _) = split_unit(left, bare_letter=True), split_unit(right, bare_letter=True)
-    return fold(a) == fold(b) or _equal(a, b) is True
+    a, b = (split_unit(side, bare_letter=True)[0] for side in (left, right))
+    return fold(a) == fold(b) or _equal(a, b) is True or _equal(*_as_numbers(left, right)) is True
 
 
 def _is_rounded(exact: str, rounded: str) -> bool:

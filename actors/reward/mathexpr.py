@@ -57,7 +57,7 @@ _TRIG = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*_TRIG, "ln", "log", "lg", "exp", "arcsin", "arccos", "arctan")
 _FUNCTION = frozenset(f"\\{name}" for name in FUNCTIONS)
 _DIGITS = "0123456789."
-_KNOWN_TO_NOBODY = frozenset("\"#&,;?@`~:$%")  # no formula has such a character, to whomever it is shown
+_KNOWN_TO_NOBODY = frozenset("\"#&,;?@`~:$%.")  # no formula has such a character, to whomever it is shown
 _OPEN = {"(": ")", "{": "}", "[": "]"}
 
 
@@ -294,7 +294,7 @@ def nodes(tree: Node) -> Iterator[Node]:
 
 def is_constant(tree: Node) -> bool:
     """Whether a tree has no letter but i, e and \\pi."""
-    return all(node.kind != "symbol" or node.name in ("i", "e", "\\pi") for node in nodes(tree))
+    return all(node.kind != "symbol" or node.name in ("i", "e", "\\pi", "\\infty") for node in nodes(tree))
 
 
 def _is_count(node: Node) -> bool:

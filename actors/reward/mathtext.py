@@ -33,7 +33,7 @@ _COMMANDS = (
     (re.compile(rf"\\(?:left|right|middle|[dD]isplaystyle|textstyle|limits|[bB]igg?[lr]?){_BEHIND}"), ""),
     (re.compile(rf"\\(?:tiny|scriptsize|small|normalsize|large|Large|LARGE|huge|Huge|rm|bf|it|sf|tt|bfseries){_BEHIND}"), " "),
     (re.compile(rf"\\(?:boxed|fbox|underline|boldsymbol|bm|mathbf|mathit|mathsf|mathtt|mathnormal|ensuremath|emph){_BEHIND}"), ""),
-    (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), ""),
+    (re.compile(r"\\(?:(?:text)?color|[hv]?phantom)\s*\{[^{}]*\}"), ""),
     (re.compile(rf"\\[dtc]frac{_BEHIND}"), r"\\frac"),
     (re.compile(rf"\\[dt]binom{_BEHIND}"), r"\\binom"),
     (re.compile(rf"\{{([^{{}}]*)\\over{_BEHIND}([^{{}}]*)\}}"), r"\\frac{\1}{\2}"),
@@ -42,21 +42,26 @@ _COMMANDS = (
     (re.compile(rf"\\lt{_BEHIND}"), "<"),
     (re.compile(rf"\\gt{_BEHIND}"), ">"),
     (re.compile(rf"\\neq?{_BEHIND}|!="), "≠"),
-    (re.compile(rf"\\(?:approx|thickapprox){_BEHIND}"), "≈"),
+    (re.compile(rf"\\(?:approx|thickapprox|sim|simeq){_BEHIND}"), "≈"),
     (re.compile(rf"^\s*[A-Za-z]\s*\\in{_BEHIND}"), ""),
     (re.compile(rf"\\(?:emptyset|varnothing){_BEHIND}"), r"\\{\\}"),
-    (re.compile(r"\\mathbb\s*\{?R\}?|\\R(?![A-Za-z])|^all real numbers$"), r"(-\\infty,\\infty)"),
+    (re.compile(r"\\mathbb\s*\{?R\}?|\\R(?![A-Za-z])"), r"(-\\infty,\\infty)"),
     (re.compile(rf"\\(?:cdot|times|ast){_BEHIND}|\*(?=\s*\*\s*\*)"), "*"),
     (re.compile(rf"\\div{_BEHIND}"), "/"),
     (re.compile(rf"\\(?:lvert|rvert|vert|mid){_BEHIND}"), "|"),
     (re.compile(rf"\\(?:langle|rangle){_BEHIND}"), lambda m: "(" if "l" in m.group()[:2] else ")"),
     (re.compile(rf"\^\s*(?:\\circ{_BEHIND}|\{{\s*\\circ\s*\}})|\^?\s*\\(?:text)?degrees?{_BEHIND}|\^\s*°"), "°"),
     (re.compile(r"\\%"), "%"),
-    (re.compile(r"<\|\w{1,20}\|>|(?<!\.)[.,:]\s*$|^\s*(?:an?|the)\s+(?=\d)"), ""),
     (re.compile(rf"\\(?:lor|vee|land|wedge){_BEHIND}|[∨∧]"), " or "),
     (re.compile(r"(?<=\d)(?:\\,|\\ |\\;|\\:|~|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))"), " "),
     (re.compile(rf"\\(?:quad|qquad|hspace\{{[^{{}}]*\}}){_BEHIND}|\\[,;: >\n]|\\\\|~"), " "),
-    (re.compile(r"\\!|\{,\}"), ""),
+    (re.compile(r"\\!|\{,\}|\\#|<\|\w{1,20}\|>|^\s*(?:an?|the)\s+(?=\d)"), ""),
+    (re.compile(r"(?<![.\\])[.,:]\s*$"), ""),
+    (re.compile(rf"\\[lc]?dots{_BEHIND}"), "..."),
+    (re.compile(rf"\\colon{_BEHIND}|(?<=[\d}}])\s*{TEXT}?\s*(?<![A-Za-z])to{_BEHIND}\s*{END}?\s*(?=[\d\\])"), ":"),
+    (re.compile(rf"\\equiv{_BEHIND}|≡"), "="),
+    (re.compile(rf"(?<![A-Za-z])([AaPp])\.\s?[Mm]\b\.?"), r"\1m"),
+    (re.compile(rf"[(\[]\s*({GRID}[^{GRID}{GRID_END}]*{GRID_END})\s*[)\]]"), r"\1"),
     (re.compile(r"(?:\b(?:US|NT|HK|CA|AU|A|C|S))?\\?\$|\\[()\[\]](?=\s|$)|^\\[(\[]"), ""),
     (re.compile(r"^\s*(?:Rs\.?|USD|EUR|GBP|INR|RMB|CNY|JPY)\s*(?=[\d.])"), ""),
     (re.compile(r"\*\*"), "^"),
@@ -95,14 +100,14 @@ _NAMED_UNITS = frozenset(_ABBREVIATIONS.values())
 _SHORT = frozenset(_ABBREVIATIONS) | {"mph", "kph", "rpm", "bps", "kw", "mw", "kv", "mv", "pa", "hz", "ms", "ns", "cc", "sq", "cu", "kn", "amps"}
 _LONE = frozenset("msghlLNJWVKCFA")  # letters that may be a unit behind a space: 100 m
 _CHANGES = frozenset(
-    "or and not no nor never cannot isn aren doesn wrong incorrect false maybe perhaps possibly but except without plus minus squared cubed "
+    "or and not no nor never cannot isn aren doesn wrong incorrect false maybe perhaps possibly but except without plus minus "
     "factorial half halves thirds root below negative infinity undefined least most mod modulo base vs versus".split()
 )
 """Words behind a number that say another value, or none."""
-_UNIT_WORD = rf"(?:{TEXT}[^{TEXT}{END}]*{END}|(?<![A-Za-z\\])[A-Za-z]+\.?(?![A-Za-z])|\([A-Za-z][A-Za-z .'-]*\)|°|%)"
+_UNIT_WORD = rf"(?:{TEXT}[^{TEXT}{END}]*{END}|(?<![A-Za-z\\])[A-Za-z]+\.?(?![A-Za-z])|\([A-Za-z][A-Za-z .'-]*\)|°|%|\\Omega|\\mu(?= ?{TEXT}))"
 _UNIT_ONE = rf"(?:\\frac ?\{{ ?{_UNIT_WORD} ?\}} ?\{{ ?{_UNIT_WORD} ?\}}|{_UNIT_WORD})(?: ?\^ ?(?:\{{ ?-? ?\d ?\}}|-?\d))?"
 _UNITS = re.compile(rf"{_UNIT_ONE}(?: ?[/*.-]? ?{_UNIT_ONE})*")
-_UNIT_START = re.compile(rf"\\frac(?= ?\{{ ?{TEXT})|{TEXT}|(?<![A-Za-z\\])[A-Za-z]+|\((?=[A-Za-z]{{3}})|°|%")
+_UNIT_START = re.compile(rf"\\Omega|\\mu(?= ?{TEXT})|\\frac(?= ?\{{ ?{TEXT})|{TEXT}|(?<![A-Za-z\\])[A-Za-z]+|\((?=[A-Za-z]{{3}})|°|%")
 _UNIT_TRIES = 24  # places tried where a unit may begin
 _NUMERAL = re.compile(r"\d|\\pi|\\sqrt|\\frac")
 _SPELLED = (
@@ -112,6 +117,7 @@ _SPELLED = (
 _SAYINGS = {
     **{word: str(n) for n, word in enumerate(_SPELLED)},
     **dict.fromkeys(("no solution", "no solutions", "no real solution", "no real solutions", "empty set", "the empty set"), "\\{\\}"),
+    **dict.fromkeys(("all real numbers", "all reals", "all real number"), "(-\\infty,\\infty)"),
     **{"dne": "does not exist", "infinity": "\\infty", "positive infinity": "\\infty", "negative infinity": "-\\infty"},
 }
 
@@ -154,7 +160,7 @@ def normalize(answer: str) -> str:
         text = styled
     text = _GRIDS.sub(lambda m: f"{GRID}{m.group(1).strip().removesuffix(chr(92) * 2).replace(chr(92) * 2, ROW)}{GRID_END}", text)
     for pattern, plain in _COMMANDS:
-        text = pattern.sub(plain, text)
+        text = pattern.sub(plain, text)  # type: ignore[arg-type]
     text = _THOUSANDS.sub(lambda m: m.group(0).replace(",", ""), " ".join(text.split()))
     text = _SPACED.sub(lambda m: m.group(0).replace(" ", ""), text)
     text = _SCALE.sub(lambda m: f"*10^{_SCALES[m.group(1)]} {TEXT if TEXT in m.group(0) else ''}", _REPEATING.sub(_fraction, text))
@@ -164,7 +170,7 @@ def normalize(answer: str) -> str:
     text = _ORDINAL.sub("", text.strip().rstrip(".,:").strip().removeprefix("≈").strip())
     text = _LEAD_IN.sub("", text)
     bare = words_of(text)
-    if choice := re.fullmatch(r"\(?\s*([A-Za-z])\s*[).]?", bare):
+    if choice := re.fullmatch(r"(?:(?:[Oo]ption|[Cc]hoice) )?\(?\s*([A-Za-z])\s*[).]?", bare):
         return choice.group(1)
     return _SAYINGS.get(bare.casefold(), text)
 
@@ -225,22 +231,22 @@ def split_unit(text: str, bare_letter: bool = False) -> tuple[str, str]:
             break
         at = start.start()
         if at and _UNITS.fullmatch(text, at) and _is_unit(text[:at], text[at:], bare_letter):
-            return text[:at].rstrip(" -*,"), text[at:]
+            return text[:at].rstrip(" -*/,"), text[at:]
     return text, ""
 
 
 def _is_unit(head: str, tail: str, bare_letter: bool) -> bool:
     styled = tail[0] == TEXT or tail.startswith("\\frac")
-    bare = re.sub(r"(?<=\d)-$", "", head.rstrip())  # 15-inch
+    bare = re.sub(r"(?<=[\d}])-$|(?<=[\d} ])/$", "", head.rstrip()).rstrip()  # 15-inch, 15/hour
     if not bare or bare[-1] in "+-*/^_=<>,([{" or is_text(head) or not (styled or _NUMERAL.search(bare)):
         return False
-    words = [word.casefold() for word in re.findall("[A-Za-z]+", tail.removeprefix("\\frac"))]
-    if not _CHANGES.isdisjoint(words):
+    first, *others = [word.casefold() for word in re.findall("[A-Za-z]+", tail.removeprefix("\\frac"))] or [""]
+    if not _CHANGES.isdisjoint((first, *others)) or first in ("squared", "cubed"):
         return False
-    if styled or tail[0] in "°%":
+    if styled or tail[0] in "°%\\":
         return True
-    first = re.match("[A-Za-z]+", tail.removeprefix("("))
-    run = first.group() if first else ""
+    found = re.match("[A-Za-z]+", tail.removeprefix("("))
+    run = found.group() if found else ""
     if len(run) == 1:
         return "/" in tail or (run in _LONE and (bare_letter or head.endswith(" ")) and bare[-1].isdigit())
     return run.casefold() in _SHORT or not _is_product(run)
