@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from actors.reward import mathfind
-from actors.reward.mathexpr import NoExpression, Node, TooLarge, Unknown, is_constant, is_literal, is_reduced, nodes, parse
+from actors.reward.mathexpr import KNOWN_COMMANDS, NoExpression, Node, TooLarge, Unknown, is_constant, is_literal, is_reduced, nodes, parse
 from actors.reward.mathfind import last_boxed, reference_answer
 from actors.reward.mathtext import (
     GRID,
@@ -41,7 +41,7 @@ MAX_LABEL_WORDS = 8  # a reference in more words than this is a text, no answer
 _RELATION = re.compile(r"(<=|>=|<|>)")
 _OR = re.compile(r"\\text\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
 _ORDER = re.compile("[<>≠]")
-_ARROW = re.compile(r"\\l?not(?![A-Za-z])|\\[bx]?cancel|\\(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow|\\(?:to|implies|iff|gets)(?![A-Za-z])|[→⇒⇔]")
+_LOOSE = re.compile(r"\\l?not(?![A-Za-z])|\\[bx]?cancel|\\(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow|\\(?:to|implies|iff|gets)(?![A-Za-z])|[→⇒⇔]")
 _EQUALS = re.compile(r"(?<![<>=!])=(?!=)")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()=]*\))?")
 _POINT = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
@@ -49,6 +49,7 @@ _UNDER_A_NAME = re.compile(r"_\{[^{}]*\}|_\w|\^\{[^{}]*\}|\^\w|\([^()]*\)")
 _BASED = re.compile(r"([0-9A-Z.]+)\s*(?:_\s*\{?\s*\(?([0-9A-Za-z]+)\)?\s*\}?|\(?\s*base\s*([0-9A-Za-z]+)\s*\)?)")
 _CHOICE = re.compile(r"\(\s*([A-J])\s*\)\s*:?\s*(\S.*)|([A-J])[.):]\s+(\S.*)")
 _NUMBER = re.compile(r"-?\d{1,400}(?:\.\d{1,400})?")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _COMMAS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _WIDE_DIGITS = {0xFF10 + n: str(n) for n in range(10)}
@@ -69,10 +70,10 @@ def _read(text: str) -> _Reading:
         return _Reading(None)
     try:
         return _Reading(parse(words_of(text)))
-    except Unknown:
-        return _Reading(None, unknown=True)
-    except NoExpression:
+    except TooLarge:
         return _Reading(None)
+    except NoExpression as error:
+        return _Reading(None, unknown=isinstance(error, Unknown) or not KNOWN_COMMANDS.issuperset(_COMMAND.findall(text)))
 
 
 @lru_cache(maxsize=2048)
@@ -107,8 +108,8 @@ def _is_readable(text: str, depth: int) -> bool:
         return True
     if depth > 3:
         return False
-    if len(sides := _EQUALS.split(text)) > 1:
-        return all(side.strip() and (_is_name(side.strip()) or _is_readable(side.strip(), depth + 1)) for side in sides)
+    if len(sides := _sides(text)) > 1:
+        return all(side and (_is_name(side) or _is_readable(side, depth + 1)) for side in sides)
     parts = _parts(_interval(text)[1])
     return parts is not None and all(_is_readable(part, depth + 1) for part in parts[1])
 
@@ -191,12 +192,12 @@ def _chains(given: str, wanted: str, question: str, depth: int) -> Verdict | str
     """`x = 42` and `2+40 = 42` say 42, `43 = 42` says nothing; so does `\\sqrt{2} ≈ 1.5`. Equations are the same up to a factor."""
     if "≈" in given:
         *exact, rounded = [side.strip() for side in given.split("≈")]
-        last = _EQUALS.split(exact[-1])[-1].strip() if exact else ""
+        last = _sides(exact[-1])[-1] if exact else ""
         if len(exact) != 1 or not rounded or not (_is_name(exact[0]) or _is_rounded(last, rounded)):
             return False
         first = None if _is_name(exact[0]) else _judge(exact[0], wanted, question, depth + 1)
         return first or _judge(rounded, wanted, question, depth + 1)
-    mine, theirs = ([side.strip() for side in _EQUALS.split(text)] for text in (given, wanted))
+    mine, theirs = _sides(given), _sides(wanted)
     if len(mine) == len(theirs) == 1:
         return "other"
     if not all(mine) or not all(theirs):
@@ -220,6 +221,19 @@ def _chains(given: str, wanted: str, question: str, depth: int) -> Verdict | str
     if not (_is_name(mine[0]) or _is_asked(mine[0], question) or _agree(mine[0], mine[-1])):
         return False
     return _judge(mine[-1], target, question, depth + 1)
+
+
+def _sides(text: str) -> list[str]:
+    """At equals signs outside of brackets: those of `\\sum_{k=1}` and P(X=2) are none."""
+    if "=" not in text:
+        return [text.strip()]
+    sides, depth, start = [], 0, 0
+    for at, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "=" and depth <= 0 and _EQUALS.match(text, at):
+            sides.append(text[start:at].strip())
+            start = at + 1
+    return [*sides, text[start:].strip()]
 
 
 def _two_equations(mine: list[str], theirs: list[str], question: str, depth: int) -> Verdict:
@@ -334,7 +348,7 @@ def _compare(given: str, wanted: str, question: str, depth: int) -> Verdict:
     if left is not None and right is not None:
         return _same_parts(left, right, question, depth + 1)
     single = mine if left is None else theirs
-    return None if _read(single).unknown and not re.search("[=<>≠]", single) else False
+    return None if _read(single).unknown and len(_sides(single)) == 1 and not _ORDER.search(single) else False
 
 
 def _interval(text: str) -> tuple[str, str]:
@@ -444,10 +458,10 @@ def _leaf(given: str, wanted: str, question: str) -> Verdict:
     if mine.tree is None or theirs.tree is None:
         if not (mine.unknown or mine.tree) or not (theirs.unknown or theirs.tree):
             return False
-        if (_ORDER.search(given) is None) != (_ORDER.search(wanted) is None) or (_ARROW.search(given) and "\\lim" not in given):
+        if (_ORDER.search(given) is None) != (_ORDER.search(wanted) is None) or (_LOOSE.search(given) and "\\lim" not in given):
             return False
         guess = any("." in text and one.tree is not None and is_literal(one.tree) for text, one in ((given, mine), (wanted, theirs)))
-        return False if guess or (literal and _repeats(given, question)) or len(_EQUALS.findall(given)) > 1 else None
+        return False if guess or (literal and _repeats(given, question)) else None
     if literal and not (is_reduced(mine.tree) if is_literal(mine.tree) else not _repeats(given, question)):
         return False
     return _equal(given, wanted)

@@ -56,6 +56,7 @@ _GREEK = frozenset(
 _TRIG = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*_TRIG, "ln", "log", "lg", "exp", "arcsin", "arccos", "arctan")
 _FUNCTION = frozenset(f"\\{name}" for name in FUNCTIONS)
+KNOWN_COMMANDS = _GREEK | _FUNCTION | {"\\frac", "\\sqrt", "\\binom"}
 _DIGITS = "0123456789."
 _KNOWN_TO_NOBODY = frozenset("\"#&,;?@`~:$%.")  # no formula has such a character, to whomever it is shown
 _OPEN = {"(": ")", "{": "}", "[": "]"}

@@ -85,6 +85,7 @@ _LEAD_IN = re.compile(rf"^(?:{TEXT}(?:(?!\bnot\b|\bleast\b|\bmost\b)[A-Za-z ])*(
 _MODULO = re.compile(r",? ?\(? ?(?:\\[pb]?mod|(?<![A-Za-z\\])mod(?:ulo)?) ?(?:\{ ?\d+ ?\}|\d+) ?\)?$")
 _IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}")
 _SMALL_WORD = re.compile(r"(?<!\S)(?:a[nst]|b[ey]|do|go|he|i[fnst]|m[ey]|no|o[fnr]|so|to|u[ps]|we)(?!\S)", re.IGNORECASE)
 _PRODUCT = re.compile(r"[a-dkmnp-z]{2}")  # `ab` is a product of two letters; what has an o, an i or an e is a word
 _LETTERS = frozenset("abcdkmnpqrstuvwxyz")
@@ -221,7 +222,7 @@ def is_text(text: str) -> bool:
     """Words are compared as words, never as products of letters."""
     if TEXT in text or _SMALL_WORD.search(text):
         return True
-    return any(not _is_product(word) for word in _WORD.findall(text)) or (len(text) > 1 and text.isalpha() and not _is_product(text))
+    return any(not _is_product(word) for word in _WORD.findall(_ENVIRONMENT.sub("", text))) or (len(text) > 1 and text.isalpha() and not _is_product(text))
 
 
 def split_unit(text: str, bare_letter: bool = False) -> tuple[str, str]:

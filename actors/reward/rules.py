@@ -62,7 +62,7 @@ class MathRule(msgspec.Struct, frozen=True):
 
 def _dapo_answer(sample: Sample) -> str | None:
     found = _DAPO_ANSWER.findall(sample.response[-_DAPO_TAIL_CHARS:])
-    answer = found[-1].strip().strip("*").strip() if found else ""
+    answer = found[-1].strip("* \t\r").rstrip(".,* ") if found else ""
     boxed = last_boxed(answer)
     return answer if boxed is None else boxed
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.reward.mathanswer import final_answer, last_boxed, normalize, same_answer, undecided
-from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, RULES, chosen_letter
+from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES, chosen_letter
 from actors.reward.sample import BadLabel, Sample, ScorerFailed, settle
 from actors.reward.scorer import Scorers, UnknownScorer
 from actors.runtime.run import Refused
@@ -144,6 +144,17 @@ def test_a_fraction_is_its_value_however_it_is_written(top: int, low: int) -> No
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
+        ("#### 42\n" + "and so on. " * 9000, "42"),
+        ("The answer is 42." + " We saw 7 of them." * 6000, "42"),
+        (r"\boxed{42}" + " 7" * 50_000, "42"),
+        ("It is 42." + " so we are done" * 7000, "42"),
+        ("The answer is 42. Check: the answer is correct.", "42"),
+        ("The answer is (1, 2).", "(1, 2)"),
+        ("The answer is $3$, $4$ and $5$.", "3, 4 and 5"),
+        ("The area is 5 m^2.", "5"),
+        ("The area is 5 m².", "5"),
+        ("y = 2x+1", "y = 2x+1"),
+        ("**Final answer**: 7", "7"),
         (r"So $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
         (r"\boxed{1} and then \boxed{2}", "2"),
         (r"\boxed{3} then \boxed{broken", "3"),
@@ -166,6 +177,24 @@ def test_a_fraction_is_its_value_however_it_is_written(top: int, low: int) -> No
 )
 def test_the_final_answer_of_a_response(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is not 42.", "The answer is definitely not 42", "It is not 42.", "The answer isn't 42.", "42 is not the answer.",
+        "The answer is 43. It is not 42.", "43 = 42", "so x = 41 = 42", "The answer is 42 or 43.", "The answer is $42$ or $43$.",
+        "The answer is either 42 or maybe 43", "#### 42 or 43", r"\boxed{42\text{ or 43}}", r"\boxed{\text{not } 42}", "Answer: 42, 43",
+    ],
+)  # fmt: skip
+def test_what_is_denied_or_hedged_earns_nothing(text: str) -> None:
+    assert score("math", text, "42") == score("gemma_math", text, "42") == 0.0
+
+
+def test_what_was_denied_before_does_no_harm() -> None:
+    assert score("math", "It is not 41. The answer is 42.", "42") == 1.0
+    assert score("math", "The answer is 42, not 41.", "42") == 1.0
+    assert score("math", "6*7 = 42", "42") == score("math", "x = 6*7 = 42", "42") == 1.0
 
 
 def test_math_reads_labels_as_data_sets_write_them() -> None:
@@ -191,6 +220,11 @@ def test_exact_match_and_contains() -> None:
 def test_dapo_reads_the_last_answer_line_near_the_end() -> None:
     assert score("dapo", "Answer: 3\nno, Answer: 4", "4") == {"score": 1.0, "acc": 1.0}
     assert score("dapo", r"Answer: $\boxed{4}$", "4")["acc"] == 1.0
+    for said in ("Answer: 4,", "**Answer**: 4", "Answer: **4**.", "Answer: 4 books", "Answer: x = 4", "Answer: 4<|im_end|>"):
+        assert score("dapo", said, "4")["acc"] == 1.0, said
+    for said in ("Answer: 3 or 4", "Answer: 3 = 4", "Answer: not 4"):
+        assert score("dapo", said, "4")["acc"] == 0.0, said
+    assert score("dapo", "Answer: 1,234,", "1234")["acc"] == 1.0
     assert score("dapo", "4", "4") == {"score": -1.0, "acc": 0.0}
     assert score("dapo", "Answer: 4" + " ." * 200, "4")["acc"] == 0.0
 
@@ -223,6 +257,9 @@ def test_f1_counts_common_words() -> None:
         ("C) because", "C"),
         ("I think (A) or rather (B)", "B"),
         ("A cat sat", None),
+        ("I think C is correct", "C"),
+        ("(D) is the right one", "D"),
+        ("The answer is B." + " Indeed so." * 9000, "B"),
         ("The answer is Zinc", None),
         (r"\boxed{Z}", None),
         ("", None),
@@ -237,7 +274,14 @@ def test_gpqa_knows_letters_and_choices() -> None:
     choices = {"choices": ["red", "green", "dark blue"]}
     assert score("gpqa", "Answer: C", "dark blue", metadata=choices) == 1.0
     assert score("gpqa", "It must be\ndark blue.", "C", metadata=choices) == 1.0
+    assert score("gpqa", "The answer is dark blue. It is late.", "C", metadata=choices) == 1.0
+    assert score("gpqa", "The answer is dark blue, not red", "A", metadata=choices) == 0.0
     assert score("gpqa", "Answer: A", "B", metadata={"correct_letter": "A"}) == 1.0
+    assert score("gpqa", "Answer: A", "0") == score("gpqa", "Answer: C", "2", metadata=choices) == 1.0
+    assert score("gpqa", "Answer: A", "1") == 0.0
+    assert score("gpqa", "Answer: A", "1", metadata={"choices": ["1", "0"]}) == 1.0, "the words of a choice come first"
+    with pytest.raises(BadLabel, match="names none of the choices"):
+        score("gpqa", "Answer: A", "3", metadata=choices)
     with pytest.raises(BadLabel, match="names none of the choices"):
         score("gpqa", "Answer: A", "purple", metadata=choices)
 
@@ -260,13 +304,21 @@ def test_chance_follows_from_seed_and_sample_only() -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", sorted(RULES))
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # fmt: skip
     "response",
-    ["", "\\boxed{" * 80_000, "answer: " * 60_000, " " * 500_000, "1," * 250_000, "(" * 500_000, "</think>" * 60_000],
-    ids=["empty", "boxes", "answers", "spaces", "commas", "brackets", "thinks"],
+    [
+        "", "\\boxed{" * 80_000, "answer: " * 60_000, " " * 500_000, "1," * 250_000, "(" * 500_000, "</think>" * 60_000, "\n" * 500_000,
+        "answer is" + "\n" * 500_000, "answer\n" * 70_000, "#### not " * 60_000, "½" * 500_000, "42 = " * 100_000, "x" * 500_000,
+        r"\boxed{" + "x(" * 450 + "}", r"\boxed{" + "1+" * 199 + "1}", r"\boxed{" + r"\ln 2+" * 55 + "1}", r"\boxed{" + "a b," * 240 + "}",
+        r"\boxed{" + "cm " * 320 + "}", r"\boxed{" + r"\text{a}" * 120 + "}", r"\boxed{" + "½" * 900 + "}", r"\boxed{" + "9^" * 190 + "9}",
+    ],
+    ids=[
+        "empty", "boxes", "answers", "spaces", "commas", "brackets", "thinks", "lines", "answer and lines", "lines of answers", "denials",
+        "halves", "equals", "letters", "products", "sums", "logarithms", "lists", "units", "texts", "boxed halves", "towers",
+    ],
 )
 def test_no_response_is_an_error_or_takes_for_ever(name: str, response: str) -> None:
-    label = "10" if name == "length" else "A"
+    label = "10" if name == "length" else r"\frac{1}{3}x, 1+\ln 3" if name in MATH_RULES else "A"
     metadata = {"instruction_id_list": ["detectable_format:title", "detectable_content:number_placeholders"]}
     given = sample(response, label, metadata=metadata | {"kwargs": [{}, {"num_placeholders": 1}]})
     for rule in (RULES[name], BOXED_RULES[name]):
