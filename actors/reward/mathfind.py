@@ -23,7 +23,10 @@ _NUMBER = re.compile(
 _MARKERS = ("####", "answer", "Answer", "ANSWER")
 _SAYS = re.compile(r"[\s*_]{0,16}(?:(is|was|equals|would be|must be|should be)(?![a-z])|[:=])[\s:*_]{0,16}", re.IGNORECASE)
 _DENIED = re.compile(r"\b(?:not|never|neither|nor|cannot)\b|n['’]t\b", re.IGNORECASE)
-_ABOUT_IT = re.compile(r"(?:correct|right|valid|wrong|incorrect|verified|consistent|reasonable|as follows|given|found|obtained)\b", re.IGNORECASE)
+_ABOUT_IT = re.compile(
+    r"(?:correct|right|valid|wrong|incorrect|verified|consistent|reasonable|as follows|given|found|obtained)\b", re.IGNORECASE
+)
+_DENIES = re.compile(r"\s{1,4}(?:(?:is|was|can|does|could|would)n['’]?t\b|can ?not\b)", re.IGNORECASE)
 _REFUSED = re.compile(r"\W{0,4}(?:is|was|would be|seems)(?:n['’]t| not| wrong| incorrect| false)\b", re.IGNORECASE)
 _DENIAL_CHARS = 40  # between a denial and the number it denies
 _SENTENCE_END = re.compile(r"(?:[.!?;]|\*\*)(?:\s|$)")
@@ -101,7 +104,7 @@ def _marked(text: str, readable: Callable[[str], bool]) -> tuple[str | None, boo
                 continue
             says = _SAYS.match(text, at)
             if says is None:
-                denied = denied or bool(re.match(r"\s{1,4}(?:is|was|can|does|could|would)n['’]?t\b|\s{1,4}can ?not\b", text[at : at + 20], re.IGNORECASE))
+                denied = denied or _DENIES.match(text, at) is not None
                 continue
             at = says.end()
         line = text[at : at + MAX_ANSWER_CHARS].lstrip().partition("\n")[0].strip().strip("*").strip()

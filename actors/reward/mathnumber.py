@@ -1,4 +1,4 @@
-"""Numbers of a reader of mathematics (pure): exact Gaussian rationals, and complex decimals of 60 digits with a bound on their error.
+"""The numbers of mathvalue (pure): exact Gaussian rationals, and complex decimals of 60 digits with a bound on their error.
 
 What would take more than MAX_BITS is TooLarge; what has no value is NoExpression, or an error of the decimal module that
 `mathvalue.evaluate` turns into one. Everything here runs in the decimal context CONTEXT.
@@ -40,10 +40,10 @@ class Value(NamedTuple):
     @property
     def real(self) -> bool:
         """Whether the imaginary part is zero, as far as is known."""
-        return self.im == 0 or (self.error is not None and abs(self.im) <= self.error)
+        return self.im == 0 or (self.error is not None and abs(decimals(self)[1]) <= self.error)
 
 
-ZERO, ONE, TWO, I = Value(Fraction(0)), Value(Fraction(1)), Value(Fraction(2)), Value(Fraction(0), Fraction(1))
+ZERO, ONE, TWO, IMAGINARY = Value(Fraction(0)), Value(Fraction(1)), Value(Fraction(2)), Value(Fraction(0), Fraction(1))
 
 
 def fractions(value: Value) -> tuple[Fraction, Fraction]:
@@ -195,7 +195,7 @@ def root(index: Value, value: Value) -> Value:
         return neg(found)
     if n != 2:
         raise NoExpression("even root of a negative number")
-    return times(I, found)
+    return times(IMAGINARY, found)
 
 
 def _real_root(value: Value, n: int) -> Value:
@@ -216,7 +216,7 @@ def _real_root(value: Value, n: int) -> Value:
 def _complex_root(value: Value) -> Value:
     half, real = Value(Fraction(1, 2)), Value(value.re, value.re * 0, value.error)
     re = root(TWO, times(half, plus(size(value), real)))
-    return plus(re, times(I, over(times(half, Value(value.im, value.im * 0, value.error)), re)))
+    return plus(re, times(IMAGINARY, over(times(half, Value(value.im, value.im * 0, value.error)), re)))
 
 
 def _integer_root(value: int, n: int) -> int | None:
@@ -234,7 +234,7 @@ def _integer_root(value: int, n: int) -> int | None:
 def size(value: Value) -> Value:
     """Absolute value."""
     if value.real:
-        return Value(abs(value.re), value.re * 0, value.error)
+        return Value(value.re if value.re >= 0 else -value.re, value.re * 0, value.error)
     parts = [Value(part, part * 0, value.error) for part in (value.re, value.im)]
     return root(TWO, plus(*(times(part, part) for part in parts)))
 

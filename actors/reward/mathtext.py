@@ -16,10 +16,10 @@ MAX_ANSWER_CHARS = 1000
 TEXT, END, ROW, GRID, GRID_END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"  # marks of this module, never from outside
 
 _UNICODE = {
-    **{"−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "º": "°", "∘": "°", "⁄": "/", "’": "'", "′": "'"},
-    **{"≤": "<=", "⩽": "<=", "≥": ">=", "⩾": ">=", "∅": "\\{\\}", "π": "\\pi ", "∞": "\\infty ", "±": "\\pm ", "∪": "\\cup "},
-    **{"∈": "\\in ", "≈": "\\approx ", "≠": "\\neq ", "ℝ": "\\mathbb{R}", "√": "\\sqrt ", "θ": "\\theta ", "α": "\\alpha "},
-    **{"β": "\\beta ", "λ": "\\lambda ", "…": "...", "\u200b": "", "\ufeff": ""},
+    "−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "º": "°", "∘": "°", "⁄": "/", "’": "'", "′": "'",
+    "≤": "<=", "⩽": "<=", "≥": ">=", "⩾": ">=", "∅": "\\{\\}", "π": "\\pi ", "∞": "\\infty ", "±": "\\pm ", "∪": "\\cup ",
+    "∈": "\\in ", "≈": "\\approx ", "≠": "\\neq ", "ℝ": "\\mathbb{R}", "√": "\\sqrt ", "θ": "\\theta ", "α": "\\alpha ",
+    "β": "\\beta ", "λ": "\\lambda ", "…": "...", "\u200b": "", "\ufeff": "",
     **dict.fromkeys("€£¥₹₽₩", "$"),
     **dict.fromkeys(map(chr, range(0xE000, 0xE005)), " "),
 }
@@ -60,7 +60,7 @@ _COMMANDS = (
     (re.compile(rf"\\[lc]?dots{_BEHIND}"), "..."),
     (re.compile(rf"\\colon{_BEHIND}|(?<=[\d}}])\s*{TEXT}?\s*(?<![A-Za-z])to{_BEHIND}\s*{END}?\s*(?=[\d\\])"), ":"),
     (re.compile(rf"\\equiv{_BEHIND}|≡"), "="),
-    (re.compile(rf"(?<![A-Za-z])([AaPp])\.\s?[Mm]\b\.?"), r"\1m"),
+    (re.compile(r"(?<![A-Za-z])([AaPp])\.\s?[Mm]\b\.?"), r"\1m"),
     (re.compile(rf"[(\[]\s*({GRID}[^{GRID}{GRID_END}]*{GRID_END})\s*[)\]]"), r"\1"),
     (re.compile(r"(?:\b(?:US|NT|HK|CA|AU|A|C|S))?\\?\$|\\[()\[\]](?=\s|$)|^\\[(\[]"), ""),
     (re.compile(r"^\s*(?:Rs\.?|USD|EUR|GBP|INR|RMB|CNY|JPY)\s*(?=[\d.])"), ""),
@@ -72,16 +72,20 @@ _ROMAN = re.compile(r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])([^{}]*)\}")
 _SPACING = re.compile(r"\\[,;: !]|~")
 _STYLED = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mathrm|mbox|hbox|operatorname\*?)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _FREE_DIGIT = re.compile(r"(?<![\^{-])(?<!\^\{-)\d|[\\=<>]")
-_GRIDS = re.compile(
-    r"\\begin\s*\{(?:[pbB]?matrix|smallmatrix|array)\}(?:\s*\{[lcr|\s]*\})?(.*?)\\end\s*\{(?:[pbB]?matrix|smallmatrix|array)\}", re.S
-)
+_GRID_NAME = r"\{(?:[pbB]?matrix|smallmatrix|array)\}"
+_GRIDS = re.compile(rf"\\begin\s*{_GRID_NAME}(?:\s*\{{[lcr|\s]*\}})?(.*?)\\end\s*{_GRID_NAME}", re.DOTALL)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACED = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?: \d{3})+(?!\s*[/\d])")
-_REPEATING = re.compile(r"(\d*)\.(\d*?)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)|(\d{1,6}?)\6\6+(?:\.\.\.|\\[lc]?dots))")
+_REPEATING = re.compile(
+    r"(\d*)\.(\d*?)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)|(\d{1,6}?)\6\6+(?:\.\.\.|\\[lc]?dots))"
+)
 _SCALE = re.compile(rf"(?<=[\d}}])\s*{TEXT}?\s*({'|'.join(_SCALES)}){_BEHIND}")
 _OR = re.compile(r",? ?(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
 _ORDINAL = re.compile(rf"(?<=\d)(?:\s*\^\s*\{{?\s*)?{TEXT}?\s*(?:st|nd|rd|th)\s*{END}?\}}?$")
-_LEAD_IN = re.compile(rf"^(?:{TEXT}(?:(?!\bnot\b|\bleast\b|\bmost\b)[A-Za-z ])*(?::|\b(?:is|are|about|approximately|exactly|equals))\s*{END}\s*)(?=.)")
+_LEAD_IN = re.compile(
+    rf"^(?:{TEXT}(?:(?!\bnot\b|\bleast\b|\bmost\b)[A-Za-z ])*"
+    rf"(?::|\b(?:is|are|about|approximately|exactly|equals))\s*{END}\s*)(?=.)"
+)
 _MODULO = re.compile(r",? ?\(? ?(?:\\[pb]?mod|(?<![A-Za-z\\])mod(?:ulo)?) ?(?:\{ ?\d+ ?\}|\d+) ?\)?$")
 _IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
@@ -90,36 +94,46 @@ _SMALL_WORD = re.compile(r"(?<!\S)(?:a[nst]|b[ey]|do|go|he|i[fnst]|m[ey]|no|o[fn
 _PRODUCT = re.compile(r"[a-dkmnp-z]{2}")  # `ab` is a product of two letters; what has an o, an i or an e is a word
 _LETTERS = frozenset("abcdkmnpqrstuvwxyz")
 _ABBREVIATIONS = {
-    **{"mm": "millimeter", "cm": "centimeter", "dm": "decimeter", "km": "kilometer", "m": "meter", "s": "second", "sec": "second"},
-    **{"secs": "second", "min": "minute", "mins": "minute", "h": "hour", "hr": "hour", "hrs": "hour", "g": "gram", "kg": "kilogram"},
-    **{"mg": "milligram", "l": "liter", "ml": "milliliter", "ft": "foot", "feet": "foot", "inches": "inch", "yd": "yard", "yds": "yard"},
-    **{"mi": "mile", "lb": "pound", "lbs": "pound", "oz": "ounce", "am": "am", "pm": "pm", "metre": "meter", "millimetre": "millimeter"},
-    **{"centimetre": "centimeter", "kilometre": "kilometer", "litre": "liter", "millilitre": "milliliter", "amp": "ampere"},
+    "mm": "millimeter", "cm": "centimeter", "dm": "decimeter", "km": "kilometer", "m": "meter", "s": "second", "sec": "second",
+    "secs": "second", "min": "minute", "mins": "minute", "h": "hour", "hr": "hour", "hrs": "hour", "g": "gram", "kg": "kilogram",
+    "mg": "milligram", "l": "liter", "ml": "milliliter", "ft": "foot", "feet": "foot", "inches": "inch", "yd": "yard",
+    "yds": "yard", "mi": "mile", "lb": "pound", "lbs": "pound", "oz": "ounce", "am": "am", "pm": "pm", "metre": "meter",
+    "millimetre": "millimeter", "centimetre": "centimeter", "kilometre": "kilometer", "litre": "liter",
+    "millilitre": "milliliter", "amp": "ampere",
 }
 """What is short for what. Only to tell `5 cm` from `5 m`, and for what could be a product of letters; a unit need not be here."""
 _NAMED_UNITS = frozenset(_ABBREVIATIONS.values())
-_SHORT = frozenset(_ABBREVIATIONS) | {"mph", "kph", "rpm", "bps", "kw", "mw", "kv", "mv", "pa", "hz", "ms", "ns", "cc", "sq", "cu", "kn", "amps"}
+_SHORT = frozenset(_ABBREVIATIONS) | {"mph", "kph", "rpm", "bps", "kw", "mw", "kv", "mv", "pa", "hz", "ms", "ns", "cc", "sq", "cu"}
 _LONE = frozenset("msghlLNJWVKCFA")  # letters that may be a unit behind a space: 100 m
 _CHANGES = frozenset(
-    "or and not no nor never cannot isn aren doesn wrong incorrect false maybe perhaps possibly but except without plus minus "
-    "factorial half halves thirds root below negative infinity undefined least most mod modulo base vs versus".split()
+    (
+        *("or", "and", "not", "no", "nor", "never", "cannot", "isn", "aren", "doesn", "wrong", "incorrect", "false", "maybe"),
+        *("perhaps", "possibly", "but", "except", "without", "plus", "minus", "factorial", "half", "halves", "thirds", "root"),
+        *("below", "negative", "infinity", "undefined", "least", "most", "mod", "modulo", "base", "vs", "versus"),
+    )
 )
 """Words behind a number that say another value, or none."""
-_UNIT_WORD = rf"(?:{TEXT}[^{TEXT}{END}]*{END}|(?<![A-Za-z\\])[A-Za-z]+\.?(?![A-Za-z])|\([A-Za-z][A-Za-z .'-]*\)|°|%|\\Omega|\\mu(?= ?{TEXT}))"
+_UNIT_WORD = (
+    rf"(?:{TEXT}[^{TEXT}{END}]*{END}|(?<![A-Za-z\\])[A-Za-z]+\.?(?![A-Za-z])"
+    rf"|\([A-Za-z][A-Za-z .'-]*\)|°|%|\\Omega|\\mu(?= ?{TEXT}))"
+)
 _UNIT_ONE = rf"(?:\\frac ?\{{ ?{_UNIT_WORD} ?\}} ?\{{ ?{_UNIT_WORD} ?\}}|{_UNIT_WORD})(?: ?\^ ?(?:\{{ ?-? ?\d ?\}}|-?\d))?"
 _UNITS = re.compile(rf"{_UNIT_ONE}(?: ?[/*.-]? ?{_UNIT_ONE})*")
-_UNIT_START = re.compile(rf"\\Omega|\\mu(?= ?{TEXT})|\\frac(?= ?\{{ ?{TEXT})|{TEXT}|(?<![A-Za-z\\])[A-Za-z]+|\((?=[A-Za-z]{{3}})|°|%")
+_UNIT_START = re.compile(
+    rf"\\Omega|\\mu(?= ?{TEXT})|\\frac(?= ?\{{ ?{TEXT})|{TEXT}|(?<![A-Za-z\\])[A-Za-z]+|\((?=[A-Za-z]{{3}})|°|%"
+)
 _UNIT_TRIES = 24  # places tried where a unit may begin
 _NUMERAL = re.compile(r"\d|\\pi|\\sqrt|\\frac")
 _SPELLED = (
-    *"zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split(),
-    *"seventeen eighteen nineteen twenty".split(),
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen"),
+    *("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
 _SAYINGS = {
     **{word: str(n) for n, word in enumerate(_SPELLED)},
-    **dict.fromkeys(("no solution", "no solutions", "no real solution", "no real solutions", "empty set", "the empty set"), "\\{\\}"),
+    **dict.fromkeys(("no solution", "no solutions", "no real solution", "no real solutions"), "\\{\\}"),
+    **dict.fromkeys(("empty set", "the empty set"), "\\{\\}"),
     **dict.fromkeys(("all real numbers", "all reals", "all real number"), "(-\\infty,\\infty)"),
-    **{"dne": "does not exist", "infinity": "\\infty", "positive infinity": "\\infty", "negative infinity": "-\\infty"},
+    "dne": "does not exist", "infinity": "\\infty", "positive infinity": "\\infty", "negative infinity": "-\\infty",
 }
 
 
@@ -161,7 +175,7 @@ def normalize(answer: str) -> str:
         text = styled
     text = _GRIDS.sub(lambda m: f"{GRID}{m.group(1).strip().removesuffix(chr(92) * 2).replace(chr(92) * 2, ROW)}{GRID_END}", text)
     for pattern, plain in _COMMANDS:
-        text = pattern.sub(plain, text)  # type: ignore[arg-type]
+        text = pattern.sub(plain, text)
     text = _THOUSANDS.sub(lambda m: m.group(0).replace(",", ""), " ".join(text.split()))
     text = _SPACED.sub(lambda m: m.group(0).replace(" ", ""), text)
     text = _SCALE.sub(lambda m: f"*10^{_SCALES[m.group(1)]} {TEXT if TEXT in m.group(0) else ''}", _REPEATING.sub(_fraction, text))
@@ -222,7 +236,8 @@ def is_text(text: str) -> bool:
     """Words are compared as words, never as products of letters."""
     if TEXT in text or _SMALL_WORD.search(text):
         return True
-    return any(not _is_product(word) for word in _WORD.findall(_ENVIRONMENT.sub("", text))) or (len(text) > 1 and text.isalpha() and not _is_product(text))
+    words = _WORD.findall(_ENVIRONMENT.sub("", text))
+    return any(not _is_product(word) for word in words) or (len(text) > 1 and text.isalpha() and not _is_product(text))
 
 
 def split_unit(text: str, bare_letter: bool = False) -> tuple[str, str]:

@@ -14,8 +14,24 @@ from decimal import Decimal, DivisionByZero, InvalidOperation, Overflow, localco
 from fractions import Fraction
 
 from actors.reward import mathnumber as numbers
-from actors.reward.mathexpr import NoExpression, Node, TooLarge
-from actors.reward.mathnumber import CONTEXT, ONE, PI, ROUNDING, TWO, ZERO, I, Value, bounded, minus, neg, over, real_part, root, times
+from actors.reward.mathexpr import Node, NoExpression, TooLarge
+from actors.reward.mathnumber import (
+    CONTEXT,
+    IMAGINARY,
+    ONE,
+    PI,
+    ROUNDING,
+    TWO,
+    ZERO,
+    Value,
+    bounded,
+    minus,
+    neg,
+    over,
+    real_part,
+    root,
+    times,
+)
 
 POINTS = 3
 BELOW_ZERO = POINTS  # one more point, whose letters are negative, for |x|
@@ -82,7 +98,7 @@ def _operand(node: Node, point: int, log_base: int) -> Value:
 
 def _symbol(name: str, point: int) -> Value:
     if name == "i":
-        return I
+        return IMAGINARY
     if name in ("\\pi", "e"):
         constant = +PI if name == "\\pi" else Decimal(1).exp()
         return Value(constant, Decimal(0), constant * ROUNDING)

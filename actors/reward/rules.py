@@ -29,7 +29,9 @@ _CHOICE_PHRASE = re.compile(
     r"(?i:\b(?:answer|option|choice)\b(?:\s{1,4}(?:is|would\s{1,4}be))?[\s:*]{0,8}(?:option\s{1,4}|choice\s{1,4})?[\s*$({\[]{0,8})"
     r"([A-Z])(?![A-Za-z])"
 )
-_CHOICE_CORRECT = re.compile(r"(?<![A-Za-z])([A-Z])[)*\]]{0,3}\s{1,4}(?i:is\s{1,4}(?:the\s{1,4})?(?:correct|right|answer))(?![A-Za-z])")
+_CHOICE_CORRECT = re.compile(
+    r"(?<![A-Za-z])([A-Z])[)*\]]{0,3}\s{1,4}(?i:is\s{1,4}(?:the\s{1,4})?(?:correct|right|answer))(?![A-Za-z])"
+)
 _CHOICE_LINE = re.compile(r"^[^\w\n]{0,16}([A-Z])(?:[).:*\]}]|[^\w\n]{0,16}$)", re.MULTILINE)
 _CHOICE_BRACKETS = re.compile(r"\(([A-Z])\)")
 _CHOICE_WORDS = re.compile(r"\b(?:answer|option|choice)\s{1,4}(?:is|would\s{1,4}be)[\s:*]{1,8}([^\n]{1,400})", re.IGNORECASE)
@@ -114,8 +116,8 @@ def _words(text: str) -> list[str]:
 
 def gpqa(sample: Sample) -> Value:
     """1 when the letter chosen is the label's. `metadata.choices` allows labels and answers in words; `metadata.correct_letter`
-    replaces the label; `metadata.valid_letters` limits the letters (default: as many as choices, else A to H). A label 0, 1, ... that
-    is none of the choices' words counts the letters."""
+    replaces the label; `metadata.valid_letters` limits the letters (default: as many as choices, else A to H). A label 0, 1, ...
+    that is none of the choices' words counts the letters."""
     choices = sample.metadata.get("choices")
     choices = [str(c) for c in choices.values()] if isinstance(choices, dict) else choices
     choices = [str(c) for c in choices] if isinstance(choices, (list, tuple)) else []
@@ -192,8 +194,8 @@ def finished(sample: Sample) -> Value:
 
 
 def readable_label(rule: str, label: str) -> bool:
-    """Whether a shipped rule can find any answer right by this label: False tells of a label and a rule that do not belong together.
-    True for rules that read no label, or a label and metadata, and for names that are no rule's. Takes well below a millisecond.
+    """Whether a shipped rule can find an answer right by this label: False where label and rule do not belong together. True for
+    rules that read no label, or a label and metadata, and for names that are no rule's. Takes well below a millisecond.
 
     >>> readable_label("math", "\\\\frac{1}{2}"), readable_label("math", '{"func_name": "validate_word"}')
     (True, False)

@@ -67,7 +67,7 @@ class RuleScorer:
 
 
 class MathScorer(RuleScorer):
-    """A shipped math rule, and where it leaves a verdict open a second look by math-verify in a verifier process, if there is one."""
+    """A shipped math rule, and where its verdict is open a second look by math-verify in a verifier process, if there is one."""
 
     def __init__(self, name: str, rule: MathRule, pool: VerifierPool | None, count: Callable[[str], None]) -> None:
         super().__init__(name, rule)
