@@ -77,7 +77,7 @@ _GRIDS = re.compile(rf"\\begin\s*{_GRID_NAME}(?:\s*\{{[lcr|\s]*\}})?(.*?)\\end\s
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACED = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?: \d{3})+(?!\s*[/\d])")
 _REPEATING = re.compile(
-    r"(\d*)\.(\d*?)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)|(\d{1,6}?)\6\6+(?:\.\.\.|\\[lc]?dots))"
+    r"(\d{0,40})\.(\d{0,40}?)(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,60})\}|(\d))|\((\d{1,60})\)|(\d{1,6}?)\6\6{1,20}(?:\.\.\.|\\[lc]?dots))"
 )
 _SCALE = re.compile(rf"(?<=[\d}}])\s*{TEXT}?\s*({'|'.join(_SCALES)}){_BEHIND}")
 _OR = re.compile(r",? ?(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])")
@@ -118,7 +118,7 @@ _UNIT_WORD = (
     rf"|\([A-Za-z][A-Za-z .'-]*\)|°|%|\\Omega|\\mu(?= ?{TEXT}))"
 )
 _UNIT_ONE = rf"(?:\\frac ?\{{ ?{_UNIT_WORD} ?\}} ?\{{ ?{_UNIT_WORD} ?\}}|{_UNIT_WORD})(?: ?\^ ?(?:\{{ ?-? ?\d ?\}}|-?\d))?"
-_UNITS = re.compile(rf"{_UNIT_ONE}(?: ?[/*.-]? ?{_UNIT_ONE})*")
+_UNITS = re.compile(rf"{_UNIT_ONE}(?:(?: ?[/*-] ?| )?{_UNIT_ONE})*")  # one way to part each text: no backtracking
 _UNIT_START = re.compile(
     rf"\\Omega|\\mu(?= ?{TEXT})|\\frac(?= ?\{{ ?{TEXT})|{TEXT}|(?<![A-Za-z\\])[A-Za-z]+|\((?=[A-Za-z]{{3}})|°|%"
 )
