@@ -41,7 +41,7 @@ from actors.reward.mathtext import (
 )
 from actors.reward.mathvalue import POINTS, Value, ratio, same
 
-__all__ = ["final_answer", "last_boxed", "readable_reference", "reference_answer", "same_answer", "undecided", "verdict"]
+__all__ = ["final_answer", "last_boxed", "readable_reference", "reference_answer", "verdict"]
 
 Verdict = bool | None
 Other = Literal["other"]  # another kind of answer: no verdict yet
@@ -95,16 +95,6 @@ def readable_reference(label: str) -> bool:
     if words.startswith(("b'", 'b"')):
         return False  # bytes that were told as text
     return bool(words) and len(words.split()) <= MAX_LABEL_WORDS and re.fullmatch(r"[\w\s.,'()-]+", words) is not None
-
-
-def same_answer(given: str, wanted: str, question: str = "") -> bool:
-    """Is `given` the reference `wanted`?"""
-    return verdict(given, wanted, question) is True
-
-
-def undecided(given: str, wanted: str, question: str = "") -> bool:
-    """Whether `given` may be `wanted` to a reader that knows more mathematics."""
-    return verdict(given, wanted, question) is None
 
 
 def verdict(given: str, wanted: str, question: str = "") -> Verdict:

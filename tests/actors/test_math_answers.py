@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.reward.mathanswer import final_answer, same_answer, undecided
+from actors.reward.mathanswer import final_answer, verdict
 from actors.reward.rules import RULES
 from actors.reward.sample import Sample
 from actors.reward.scorer import SECOND_LOOK_S, Scorers
@@ -42,9 +42,19 @@ SECOND = (
     (r"\lim_{x\to0}\frac{\sin x}{x}", "1"), (r"\sin\pi/6", r"\frac12"), ("x+y<5", "5>x+y"),
 )
 """What it does not read and math-verify finds equal."""
-NEITHER = ((r"\lfloor 3.7 \rfloor", "4"), (r"\sum_{k=1}^{4} k", "11"), ("5!!", "15"), (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "2"))
+NEITHER = (
+    (r"\lfloor 3.7 \rfloor", "4"), (r"\sum_{k=1}^{4} k", "11"), ("5!!", "15"), (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "2"),
+)
 """What stays wrong: false but for the double factorial, which neither reads."""
 # fmt: on
+
+
+def same_answer(given: str, wanted: str, question: str = "") -> bool:
+    return verdict(given, wanted, question) is True
+
+
+def undecided(given: str, wanted: str, question: str = "") -> bool:
+    return verdict(given, wanted, question) is None
 
 
 @pytest.mark.parametrize(("given", "wanted"), OURS)
@@ -71,7 +81,8 @@ def test_our_rule_leaves_open(given: str, wanted: str) -> None:
     ("given", "wanted"),
     [
         (r"\log_2 8", "4"), (r"\sin(\pi/6)", "1"), (r"\begin{pmatrix}1\\2\end{pmatrix}", "1"), ("42 43", "42"), (r"42\to 43", "43"),
-        (r"\lfloor 41.5 \rfloor = 41 = 42", "42"), (r"\lfloor x \rfloor", "3.5"), (r"42 \ne 43", "43"), ("41", "42"), ("6/8", "3/4"), ("evil", "live"), ("no", "on"), ("", "1"), ("1" * 1001, "1"), (r"\text{red}", "blue"),
+        (r"\lfloor 41.5 \rfloor = 41 = 42", "42"), (r"\lfloor x \rfloor", "3.5"), (r"42 \ne 43", "43"), ("41", "42"),
+        ("6/8", "3/4"), ("evil", "live"), ("no", "on"), ("", "1"), ("1" * 1001, "1"), (r"\text{red}", "blue"),
         (r"3\times10^5", "30000"), ("1e3", "100"),
     ],
 )  # fmt: skip

@@ -31,15 +31,20 @@ UNITS = (
     "weeks", "yards", "years",
 )
 FORMS = (r"15 \text{{ {}}}", r"15\ \text{{{}}}", r"15\,\mathrm{{{}}}", r"15~\mbox{{{}}}", "15 {}")
-PROSE = ("The answer is 15 {}.", "#### 15 {}", "So in all there are 15 {}.", "The answer is $15$ {}.", r"It is \boxed{{15\text{{ {}}}}}.")
+PROSE = (
+    "The answer is 15 {}.", "#### 15 {}", "So in all there are 15 {}.", "The answer is $15$ {}.", r"It is \boxed{{15\text{{ {}}}}}.",
+)
 NEVER = (
-    (r"\frac{1}{2006!}", r"\frac{1}{2004!}"), (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"), (r"\frac{5}{2^{99}}", r"\frac{1}{2^{99}}"),
+    (r"\frac{1}{2006!}", r"\frac{1}{2004!}"), (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
+    (r"\frac{5}{2^{99}}", r"\frac{1}{2^{99}}"),
     (r"-\frac{1}{2^{99}}", r"\frac{1}{2^{99}}"), (r"\frac{1}{3^{100}}", r"\frac{1}{3^{99}}"), ("102_3", "102_2"), ("12_8", "12_9"),
-    (r"\frac{1}{3\cdot 2^{2006}}", r"\frac{2^{2005}+1}{3\cdot 2^{2006}}"), ("(1,2)", r"\{1,2\}"), ("1.41421356", r"\sqrt{2}"),
+    (r"\frac{1}{3\cdot 2^{2006}}", r"\frac{2^{2005}+1}{3\cdot 2^{2006}}"), ("(1,2)", r"\{1,2\}"),
+    ("1.41421356", r"\sqrt{2}"),
     ("10^{-20}+1", r"1+2\cdot 10^{-20}"), ("3.14159265", r"\pi"), ("1.098612", r"\ln 3"), ("2X+1", "2x+1"), ("1,1,2", "1,2,2"),
-    ("1,1,1", "1"), (r"42\text{ or 43}", "42"), ("43=42", "42"), ("41=42", "42"), ("7=7=42", "42"), ("x=41=42", "42"), ("42 or 43", "42"),
-    (r"\sqrt{2}-1.41421356237309", "0"), (r"\sqrt{10^{26}+1}", "10^{13}"), ("99999999999!", "1"), ("9^{9^{9^{9}}}", "1"),
-    (r"\binom{1000000}{500000}", "1"), ("(x+y+z)^{300}", "x"), ("41,42", "42"), (r"\{41,42\}", "42"), (r"42\pm1", "42"), ("40<42", "42"),
+    ("1,1,1", "1"), (r"42\text{ or 43}", "42"), ("43=42", "42"), ("41=42", "42"), ("7=7=42", "42"), ("x=41=42", "42"),
+    ("42 or 43", "42"), (r"\sqrt{2}-1.41421356237309", "0"), (r"\sqrt{10^{26}+1}", "10^{13}"), ("99999999999!", "1"),
+    ("9^{9^{9^{9}}}", "1"), (r"\binom{1000000}{500000}", "1"), ("(x+y+z)^{300}", "x"), ("41,42", "42"), (r"\{41,42\}", "42"),
+    (r"42\pm1", "42"), ("40<42", "42"),
 )
 """What a grader has paid for; none may be left to a second look either."""
 # fmt: on
@@ -57,8 +62,9 @@ def test_the_pairs_are_many_and_each_is_there_once() -> None:
 
 def wrong(found: list[bool]) -> tuple[list[str], list[str]]:
     """False rejects and false accepts."""
-    rejects = [f"{given} | {wanted}" for (judged, given, wanted, _), ok in zip(PAIRS, found, strict=True) if judged == "yes" and not ok]
-    accepts = [f"{given} | {wanted}" for (judged, given, wanted, _), ok in zip(PAIRS, found, strict=True) if judged == "no" and ok]
+    judged = [(pair[0], f"{pair[1]} | {pair[2]}", ok) for pair, ok in zip(PAIRS, found, strict=True)]
+    rejects = [text for wanted, text, ok in judged if wanted == "yes" and not ok]
+    accepts = [text for wanted, text, ok in judged if wanted == "no" and ok]
     return rejects, accepts
 
 
@@ -104,8 +110,9 @@ def test_an_exact_no_is_final(given: str, wanted: str) -> None:
 @pytest.mark.parametrize(
     ("label", "ok"),
     [
-        ("42", True), (r"\frac{1}{2}", True), ("48+24=72\n#### 72", True), (r"Thus \boxed{7}", True), ("Evelyn", True), (r"\text{June 20}", True),
-        (r"(-\infty,2)\cup(3,\infty)", True), ("4210_{5}", True), ("15 books", True), ("y=2x+3", True), ("B", True), ("3:30 pm", True),
+        ("42", True), (r"\frac{1}{2}", True), ("48+24=72\n#### 72", True), (r"Thus \boxed{7}", True), ("Evelyn", True),
+        (r"\text{June 20}", True), (r"(-\infty,2)\cup(3,\infty)", True), ("4210_{5}", True), ("15 books", True), ("y=2x+3", True),
+        ("B", True), ("3:30 pm", True),
         ('{"func_name": "validate_word", "N": 3}', False), ('["12"]', False), ("", False), ("b'36'", False), ("<answer>", False),
         ("Write an essay about Rome in five paragraphs or more.", False), (r"\int_0^1 x\,dx", False), ("x" * 2000, False),
     ],

@@ -9,11 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.reward.mathanswer import final_answer, last_boxed, normalize, same_answer, undecided
+from actors.reward.mathanswer import final_answer, last_boxed, verdict
+from actors.reward.mathtext import normalize
 from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES, chosen_letter
 from actors.reward.sample import BadLabel, Sample, ScorerFailed, settle
 from actors.reward.scorer import Scorers, UnknownScorer
 from actors.runtime.run import Refused
+
+
+def same_answer(given: str, wanted: str, question: str = "") -> bool:
+    return verdict(given, wanted, question) is True
+
+
+def undecided(given: str, wanted: str, question: str = "") -> bool:
+    return verdict(given, wanted, question) is None
 
 
 def sample(response: str, label: str = "", **fields: Any) -> Sample:
@@ -182,9 +191,10 @@ def test_the_final_answer_of_a_response(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "The answer is not 42.", "The answer is definitely not 42", "It is not 42.", "The answer isn't 42.", "42 is not the answer.",
-        "The answer is 43. It is not 42.", "43 = 42", "so x = 41 = 42", "The answer is 42 or 43.", "The answer is $42$ or $43$.",
-        "The answer is either 42 or maybe 43", "#### 42 or 43", r"\boxed{42\text{ or 43}}", r"\boxed{\text{not } 42}", "Answer: 42, 43",
+        "The answer is not 42.", "The answer is definitely not 42", "It is not 42.", "The answer isn't 42.",
+        "42 is not the answer.", "The answer is 43. It is not 42.", "43 = 42", "so x = 41 = 42", "The answer is 42 or 43.",
+        "The answer is $42$ or $43$.", "The answer is either 42 or maybe 43", "#### 42 or 43", r"\boxed{42\text{ or 43}}", r"\boxed{\text{not } 42}",
+        "Answer: 42, 43",
     ],
 )  # fmt: skip
 def test_what_is_denied_or_hedged_earns_nothing(text: str) -> None:
@@ -304,17 +314,33 @@ def test_chance_follows_from_seed_and_sample_only() -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", sorted(RULES))
-@pytest.mark.parametrize(  # fmt: skip
+@pytest.mark.parametrize(
     "response",
     [
-        "", "\\boxed{" * 80_000, "answer: " * 60_000, " " * 500_000, "1," * 250_000, "(" * 500_000, "</think>" * 60_000, "\n" * 500_000,
-        "answer is" + "\n" * 500_000, "answer\n" * 70_000, "#### not " * 60_000, "½" * 500_000, "42 = " * 100_000, "x" * 500_000,
-        r"\boxed{" + "x(" * 450 + "}", r"\boxed{" + "1+" * 199 + "1}", r"\boxed{" + r"\ln 2+" * 55 + "1}", r"\boxed{" + "a b," * 240 + "}",
-        r"\boxed{" + "cm " * 320 + "}", r"\boxed{" + r"\text{a}" * 120 + "}", r"\boxed{" + "½" * 900 + "}", r"\boxed{" + "9^" * 190 + "9}",
-    ],
-    ids=[
-        "empty", "boxes", "answers", "spaces", "commas", "brackets", "thinks", "lines", "answer and lines", "lines of answers", "denials",
-        "halves", "equals", "letters", "products", "sums", "logarithms", "lists", "units", "texts", "boxed halves", "towers",
+        pytest.param("", id="empty"),
+        pytest.param("\\boxed{" * 80_000, id="boxes"),
+        pytest.param("answer: " * 60_000, id="answers"),
+        pytest.param(" " * 500_000, id="spaces"),
+        pytest.param("1," * 250_000, id="commas"),
+        pytest.param("(" * 500_000, id="brackets"),
+        pytest.param("</think>" * 60_000, id="thinks"),
+        pytest.param("\n" * 500_000, id="lines"),
+        pytest.param("answer is" + "\n" * 500_000, id="answer and lines"),
+        pytest.param("answer\n" * 70_000, id="lines of answers"),
+        pytest.param("#### not " * 60_000, id="denials"),
+        pytest.param("½" * 500_000, id="halves"),
+        pytest.param("42 = " * 100_000, id="equals"),
+        pytest.param("x" * 500_000, id="letters"),
+        pytest.param(r"\boxed{" + "x(" * 450 + "}", id="products"),
+        pytest.param(r"\boxed{" + "1+" * 199 + "1}", id="sums"),
+        pytest.param(r"\boxed{" + r"\ln 2+" * 55 + "1}", id="logarithms"),
+        pytest.param(r"\boxed{" + "a b," * 240 + "}", id="lists"),
+        pytest.param(r"\boxed{5 " + "cm " * 320 + "!}", id="units"),
+        pytest.param(r"\boxed{5 " + "a.b." * 200 + "!}", id="short units"),
+        pytest.param(r"\boxed{5" + r"\text{a}" * 119 + "!}", id="texts"),
+        pytest.param(r"\boxed{" + "½" * 900 + "}", id="boxed halves"),
+        pytest.param(r"\boxed{0." + "1" * 900 + "}", id="digits"),
+        pytest.param(r"\boxed{" + "9^" * 190 + "9}", id="towers"),
     ],
 )
 def test_no_response_is_an_error_or_takes_for_ever(name: str, response: str) -> None:
