@@ -32,7 +32,8 @@ UNITS = (
 )
 FORMS = (r"15 \text{{ {}}}", r"15\ \text{{{}}}", r"15\,\mathrm{{{}}}", r"15~\mbox{{{}}}", "15 {}")
 PROSE = (
-    "The answer is 15 {}.", "#### 15 {}", "So in all there are 15 {}.", "The answer is $15$ {}.", r"It is \boxed{{15\text{{ {}}}}}.",
+    "The answer is 15 {}.", "#### 15 {}", "So in all there are 15 {}.", "The answer is $15$ {}.",
+    r"It is \boxed{{15\text{{ {}}}}}.",
 )
 NEVER = (
     (r"\frac{1}{2006!}", r"\frac{1}{2004!}"), (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),

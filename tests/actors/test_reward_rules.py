@@ -193,8 +193,8 @@ def test_the_final_answer_of_a_response(text: str, answer: str | None) -> None:
     [
         "The answer is not 42.", "The answer is definitely not 42", "It is not 42.", "The answer isn't 42.",
         "42 is not the answer.", "The answer is 43. It is not 42.", "43 = 42", "so x = 41 = 42", "The answer is 42 or 43.",
-        "The answer is $42$ or $43$.", "The answer is either 42 or maybe 43", "#### 42 or 43", r"\boxed{42\text{ or 43}}", r"\boxed{\text{not } 42}",
-        "Answer: 42, 43",
+        "The answer is $42$ or $43$.", "The answer is either 42 or maybe 43", "#### 42 or 43", "Answer: 42, 43",
+        r"\boxed{42\text{ or 43}}", r"\boxed{\text{not } 42}",
     ],
 )  # fmt: skip
 def test_what_is_denied_or_hedged_earns_nothing(text: str) -> None:
