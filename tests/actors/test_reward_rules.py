@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from actors.reward.mathanswer import final_answer, last_boxed, verdict
 from actors.reward.mathtext import normalize
-from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES, chosen_letter
+from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES
 from actors.reward.sample import BadLabel, Sample, ScorerFailed, settle
 from actors.reward.scorer import Scorers, UnknownScorer
 from actors.runtime.run import Refused
@@ -253,47 +253,6 @@ def test_f1_counts_common_words() -> None:
     assert score("f1", "yes it is", "yes") == 0.0
     assert score("f1", "Yes.", "yes") == 1.0
     assert score("f1", "", "") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("The answer is (B).", "B"),
-        ("Answer: C", "C"),
-        ("answer: **D**", "D"),
-        (r"so \boxed{\text{A}}", "A"),
-        ("First A. then\nthe correct option is C", "C"),
-        ("B", "B"),
-        ("C) because", "C"),
-        ("I think (A) or rather (B)", "B"),
-        ("A cat sat", None),
-        ("I think C is correct", "C"),
-        ("(D) is the right one", "D"),
-        ("The answer is B." + " Indeed so." * 9000, "B"),
-        ("The answer is Zinc", None),
-        (r"\boxed{Z}", None),
-        ("", None),
-    ],
-)
-def test_the_letter_that_a_response_settles_on(text: str, letter: str | None) -> None:
-    assert chosen_letter(text, set("ABCD")) == letter
-
-
-def test_gpqa_knows_letters_and_choices() -> None:
-    assert score("gpqa", "<think>(A)</think> The answer is B", "(B)") == 1.0
-    choices = {"choices": ["red", "green", "dark blue"]}
-    assert score("gpqa", "Answer: C", "dark blue", metadata=choices) == 1.0
-    assert score("gpqa", "It must be\ndark blue.", "C", metadata=choices) == 1.0
-    assert score("gpqa", "The answer is dark blue. It is late.", "C", metadata=choices) == 1.0
-    assert score("gpqa", "The answer is dark blue, not red", "A", metadata=choices) == 0.0
-    assert score("gpqa", "Answer: A", "B", metadata={"correct_letter": "A"}) == 1.0
-    assert score("gpqa", "Answer: A", "0") == score("gpqa", "Answer: C", "2", metadata=choices) == 1.0
-    assert score("gpqa", "Answer: A", "1") == 0.0
-    assert score("gpqa", "Answer: A", "1", metadata={"choices": ["1", "0"]}) == 1.0, "the words of a choice come first"
-    with pytest.raises(BadLabel, match="names none of the choices"):
-        score("gpqa", "Answer: A", "3", metadata=choices)
-    with pytest.raises(BadLabel, match="names none of the choices"):
-        score("gpqa", "Answer: A", "purple", metadata=choices)
 
 
 def test_length_is_best_at_its_target() -> None:
