@@ -1,300 +1,304 @@
-"""From a response's text to its final answer, and is that answer the reference (pure)? LaTeX and plain text.
+"""Is an answer the reference (pure)? Yes, no, or None where one side is mathematics that we do not read.
 
-Repeating the question earns nothing: where the reference is a number, an unreduced `8/2` is not it, nor is anything unevaluated
-that uses a number of the question.
+Texts are compared by spelling, numbers by value, formulas by identity, lists and sets by parts, equations by what they say; a unit
+behind an answer changes nothing. A no is final. Repeating the question earns nothing: where the reference is a number, an
+unreduced `8/2` is not it, nor is anything unevaluated that uses a number of the question.
 """
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Literal
 
-from actors.reward.mathexpr import Node, NoExpression, is_literal, is_reduced, parse, same_value
+from actors.reward import mathfind
+from actors.reward.mathexpr import is_literal, is_reduced
+from actors.reward.mathfind import last_boxed, reference_answer
+from actors.reward.mathparts import interval_of, is_equation, members_of, parts_of, sides_of
+from actors.reward.mathread import (
+    agree,
+    as_numbers,
+    based,
+    equal,
+    has_letters,
+    is_asked,
+    is_name,
+    is_rounded,
+    is_short_name,
+    read,
+    value_of,
+)
+from actors.reward.mathtext import (
+    MAX_ANSWER_CHARS,
+    fold,
+    normalize,
+    plain_characters,
+    same_unit,
+    split_unit,
+    strip_modulus,
+    words_of,
+)
+from actors.reward.mathvalue import POINTS, Value, ratio, same
 
-TAIL_CHARS = 2000  # free text is searched this far from its end
-MAX_ANSWER_CHARS = 1000
-MAX_PARTS = 32
-MAX_BOXES = 32  # unclosed boxes looked at before giving up
+__all__ = ["final_answer", "last_boxed", "readable_reference", "reference_answer", "verdict"]
 
-_UNICODE = str.maketrans(
-    {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "°": " ", "\u00a0": " ", "\u202f": " "}
+Verdict = bool | None
+Other = Literal["other"]  # another kind of answer: no verdict yet
+
+MAX_LABEL_WORDS = 8  # a reference in more words than this is a text, no answer
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])")
+_ORDER = re.compile("[<>≠]")
+_LOOSE = re.compile(
+    r"\\l?not(?![A-Za-z])|\\[bx]?cancel|\\(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow|\\(?:to|implies|iff|gets)(?![A-Za-z])|[→⇒⇔]"
 )
-_COMMANDS = (
-    (re.compile(r"\\(?:left|right|displaystyle|limits|big|Big|bigg|Bigg)(?![A-Za-z])"), ""),
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
-    (re.compile(r"\\leq?(?:slant)?(?![A-Za-z])|≤"), "<="),
-    (re.compile(r"\\geq?(?:slant)?(?![A-Za-z])|≥"), ">="),
-    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
-    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
-    (re.compile(r"^\s*[A-Za-z]\s*(?:\\in(?![A-Za-z])|∈)"), ""),
-    (re.compile(r"\\(?:emptyset|varnothing)(?![A-Za-z])|∅"), r"\\{\\}"),
-    (re.compile(r"\\(?:cdot|times|ast)(?![A-Za-z])"), "*"),
-    (re.compile(r"\\div(?![A-Za-z])"), "/"),
-    (re.compile(r"\\(?:quad|qquad)(?![A-Za-z])|\\[,;: ]|\\\\|~"), " "),
-    (re.compile(r"\\!|\{,\}"), ""),
-    (re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])"), ""),
-    (re.compile(r"\\?%"), ""),
-    (re.compile(r"\\?\$|\\[()\[\]](?=\s|$)|^\\[(\[]"), ""),
-    (re.compile(r"π"), r"\\pi "),
-    (re.compile(r"∞"), r"\\infty "),
-    (re.compile(r"√\s*(?=[\d(])"), r"\\sqrt "),
-    (re.compile(r"\*\*"), "^"),
-)
-_STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname|bf|rm)\s*\{([^{}]*)\}")
-_UNIT = re.compile(
-    r"(?<=[\d)}])\s*(?:cm|mm|km|m|kg|g|mg|lb|lbs|oz|s|sec|seconds?|min|minutes?|hours?|days?|weeks?|months?|years?|inch|"
-    r"inches|feet|foot|ft|yards?|miles?|meters?|metres?|cents?|dollars?|usd|degrees?|percent|units?|points?|mph|kmh|"
-    r"cm\^2|m\^2|square\s+(?:units|cm|m|feet|inches|meters)|people|students|apples|ways)\s*(?:\^\{?[23]\}?)?$",
-    re.IGNORECASE,
-)
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
-_LEFT_SIDE = re.compile(r"^(?:[A-Za-z]|[A-Za-z]\([A-Za-z]\)|[A-Za-z]_\{?\w\}?)\s*=\s*([^=]+)$")
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
-_RELATION = re.compile(r"(<=|>=|<|>)")
-_OR = re.compile(r"(?<=[\s\d)}])(?:or|and)(?=\s)")
+_CHOICE = re.compile(r"\(\s*([A-J])\s*\)\s*:?\s*(\S.*)|([A-J])[.):]\s+(\S.*)")
+_NUMBER = re.compile(r"-?\d{1,400}(?:\.\d{1,400})?")
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
-_PRODUCT = re.compile(r"[a-dkmnp-z]{2}")  # `ab` is a product of two letters; what has an o, an i or an e is a word
-_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\}")
-_IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-_LONE_WORD = re.compile(r"(?<!\S)[A-Za-z]+(?!\S)")  # `it is 5` is a sentence, not a product
-_NUMBER = re.compile(
-    r"-?\s?\\[dtc]?frac\s*\{\s*-?\d+\s*\}\s*\{\s*\d+\s*\}|-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])|"
-    r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?(?:\s*/\s*\d+)?|-?\.\d+"
-)
-_MARKER = re.compile(r"(?:####|(?i:\banswer\b)\s*(?i:is|[:=])\s*:?)\s*([^\n]+)")
-
-
-def last_boxed(text: str) -> str | None:
-    """Content of the last complete \\boxed{...} (or \\fbox); None without one."""
-    end = len(text)
-    for _ in range(MAX_BOXES):
-        start = max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
-        if start < 0:
-            return None
-        rest = text[start : start + 6 + MAX_ANSWER_CHARS]
-        after = rest[6:] if rest.startswith("\\boxed") else rest[5:]
-        if (content := _braced(after.lstrip())) is not None:
-            return content
-        if bare := re.match(r" ([^\s${}]+)", after):
-            return bare.group(1)
-        end = start
-    return None
-
-
-def _braced(text: str) -> str | None:
-    if not text.startswith("{"):
-        return None
-    depth = 0
-    for at, char in enumerate(text):
-        if char in "{}" and text[at - 1 : at] != "\\":
-            depth += 1 if char == "{" else -1
-            if depth == 0:
-                return text[1:at].strip()
-    return None
+_COMMAS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_WIDE_DIGITS = {0xFF10 + n: str(n) for n in range(10)}
 
 
 def final_answer(text: str) -> str | None:
-    """What a response answers: its last box; else what follows its last `####` or `answer is`; else all of a short text
-    that is one expression; else its last number."""
-    if (boxed := last_boxed(text)) is not None:
-        return boxed
-    tail = text[-TAIL_CHARS:]
-    if marked := list(_MARKER.finditer(tail)):
-        return _trim_sentence(marked[-1].group(1))
-    whole = tail.strip()
-    if len(whole) <= 80 and not _LONE_WORD.search(normalize(whole)) and _expression(whole) is not None:
-        return whole
-    numbers = list(_NUMBER.finditer(tail.translate(_UNICODE)))
-    return _last_number(numbers[-1]) if numbers else None
+    """What a response answers, see mathfind.final_answer."""
+    return mathfind.final_answer(text, readable)
 
 
-def _last_number(found: re.Match[str]) -> str:
-    """Text of a number found in free text. An `e` amid a chain (`d1=1e0`) is a name of the chain, not an exponent."""
-    number = found.group().strip()
-    words = found.string[: found.start()].rsplit(maxsplit=1)
-    before = words[-1] if words and not found.string[found.start() - 1].isspace() else ""
-    in_chain = any(char.isdigit() for char in before)
-    return re.split("[eE]", number)[-1] if in_chain else number
-
-
-def reference_answer(label: str) -> str:
-    """A label as the data sets write it: bare, boxed, or a worked solution that ends in `#### answer`."""
-    if (boxed := last_boxed(label)) is not None:
-        return boxed
-    return label.rpartition("####")[2].strip()
-
-
-def _trim_sentence(text: str) -> str:
-    """`42. So ...` to `42`; formulas stay whole."""
-    text = text.strip().strip("*").strip()
-    if math := re.match(r"\$([^$]+)\$", text):
-        return math.group(1)
-    text = re.split(r"(?:[.!?;]|\*\*)(?:\s|$)", text, maxsplit=1)[0].strip()
-    if _expression(text) is not None:
-        return text
-    first = _NUMBER.search(text.translate(_UNICODE))
-    return first.group(0) if first else text
-
-
-def normalize(answer: str) -> str:
-    """One spelling for what reads the same: no layout commands, currency, percent, degrees, units or thousands commas."""
-    text = answer.strip().translate(_UNICODE)
-    text = _STYLED.sub(r" \1 ", text)
-    for pattern, plain in _COMMANDS:
-        text = pattern.sub(plain, text)
-    text = _THOUSANDS.sub(lambda m: m.group(0).replace(",", ""), text.strip())
-    text = _REPEATING.sub(_fraction, _OR.sub(",", text))
-    text = _UNIT.sub("", text.strip().rstrip(".").strip())
-    if side := _LEFT_SIDE.match(text):
-        text = side.group(1)
-    if choice := re.fullmatch(r"\(\s*([A-Za-z])\s*\)", text.strip()):
-        text = choice.group(1)
-    return " ".join(text.split())
-
-
-def _fraction(repeating: re.Match[str]) -> str:
-    """0.1\\overline{6} as a fraction."""
-    whole, once, again = repeating.groups()
-    low = (10 ** len(again) - 1) * 10 ** len(once)
-    top = int(whole + once + again) - int(f"0{whole}{once}")
-    common = math.gcd(top, low)
-    return rf"\frac{{{top // common}}}{{{low // common}}}"
-
-
-def _fold(text: str) -> str:
-    """Spaces go where they part nothing (`1 2` is not 12); case goes from words and choices only (2x is not 2X)."""
-    text = _IDLE_SPACE.sub("", text)
-    return text.casefold() if _WORD.search(text) or text.isalpha() else text
-
-
-def _is_text(text: str) -> bool:
-    """Words are compared as words, never as products of letters."""
-    return bool(_WORD.search(_ENVIRONMENT.sub("", text))) or (text.isalpha() and not _PRODUCT.fullmatch(text))
-
-
-def _expression(text: str) -> Node | None:
-    text = normalize(text)
-    if _is_text(text):
-        return None
-    try:
-        return parse(text)
-    except NoExpression:
-        return None
-
-
-def same_answer(given: str, wanted: str, question: str = "") -> bool:
-    """Is `given` the reference `wanted`? Texts by spelling, numbers by value, formulas by identity, lists and sets by parts."""
-    if len(given) > MAX_ANSWER_CHARS or len(wanted) > MAX_ANSWER_CHARS:
-        return given.strip() == wanted.strip()
-    return _same(normalize(given), normalize(wanted), question, 0)
-
-
-def undecided(given: str, wanted: str, question: str = "") -> bool:
-    """Whether what `same_answer` did not find equal may still be, to a reader that knows more mathematics. Words, numbers written
-    out and the question repeated are decided."""
-    if max(len(given), len(wanted)) > MAX_ANSWER_CHARS:
-        return False
-    mine, theirs = normalize(given), normalize(wanted)
-    if not mine or not theirs or _is_text(mine) or _is_text(theirs):
-        return False
-    left, right = _expression(mine), _expression(theirs)
-    if right is None or not is_literal(right):
+def readable(text: str) -> bool:
+    """Whether a text is one number, formula, list, interval or equation as it stands, units aside."""
+    if _NUMBER.fullmatch(text):
         return True
-    return not (left is not None and is_literal(left)) and not _repeats(mine, question)
+    text = plain_characters(text) if len(text) <= MAX_ANSWER_CHARS else text
+    return len(text) <= MAX_ANSWER_CHARS and _is_readable(normalize(text), 0)
+
+
+def _is_readable(text: str, depth: int) -> bool:
+    text = split_unit(text, bare_letter=True)[0]
+    if not text:
+        return False
+    if read(text).tree is not None or based(text) is not None:
+        return True
+    if depth > 3:
+        return False
+    if len(sides := sides_of(text)) > 1:
+        return all(side and (is_name(side) or _is_readable(side, depth + 1)) for side in sides)
+    parts = parts_of(interval_of(text)[1])
+    return parts is not None and all(_is_readable(part, depth + 1) for part in parts[1])
+
+
+def readable_reference(label: str) -> bool:
+    """Whether `verdict` can find an answer equal to this label: mathematics that we read, or a text of few plain words."""
+    wanted = reference_answer(label)
+    if readable(wanted):
+        return True
+    words = words_of(normalize(wanted)) if len(wanted) <= MAX_ANSWER_CHARS else ""
+    if words.startswith(("b'", 'b"')):
+        return False  # bytes that were told as text
+    return bool(words) and len(words.split()) <= MAX_LABEL_WORDS and re.fullmatch(r"[\w\s.,'()-]+", words) is not None
+
+
+def verdict(given: str, wanted: str, question: str = "") -> Verdict:
+    """Is `given` the reference `wanted`? None where one side is mathematics that we do not read; a no is final."""
+    if max(len(given), len(wanted)) <= MAX_ANSWER_CHARS:
+        given, wanted = plain_characters(given), plain_characters(wanted)
+    if max(len(given), len(wanted)) > MAX_ANSWER_CHARS:
+        return given.strip() == wanted.strip()
+    reference = normalize(wanted)
+    ways = [normalize(way) for way in _OR.split(given)]
+    if 1 < len(ways) < 4 and all(_judge(way, reference, question, 0) is True for way in ways):
+        return True  # `3/4 or 0.75` says one thing
+    return _judge(normalize(given), reference, question, 0)
+
+
+def _judge(given: str, wanted: str, question: str, depth: int) -> Verdict:
+    given, wanted = given.strip(), wanted.strip()
+    if not given or not wanted:
+        return False
+    if fold(given) == fold(wanted):
+        return True
+    if depth > 4:
+        return False
+    for judged in (_chains(given, wanted, question, depth), _choices(given, wanted, question, depth), _bases(given, wanted)):
+        if judged != "other":
+            return judged
+    found = _compare(given, wanted, question, depth)
+    if found is True:
+        return True
+    return _without_units(given, wanted, question, depth, found)
+
+
+def _without_units(given: str, wanted: str, question: str, depth: int, found: Verdict) -> Verdict:
+    (mine, unit), (theirs, other) = split_unit(given, bare_letter=not re.search("[A-Za-z]", wanted)), split_unit(wanted)
+    if ("mod" in given) != ("mod" in wanted):
+        mine, theirs = strip_modulus(mine), strip_modulus(theirs)
+    if (mine, theirs) == (given, wanted):
+        return found
+    if unit and other and not same_unit(unit, other):
+        return False
+    judged = _judge(mine, theirs, question, depth + 1)
+    if judged is not True and ("%" in unit) != ("%" in other):  # 25% is 0.25, too
+        left, right = read(mine).tree, read(theirs).tree
+        return bool(left and right and is_literal(left) and is_literal(right) and equal(*as_numbers(given, wanted))) or judged
+    return judged
+
+
+# -- equations, choices, bases ------------------------------------------------------------------------------------------
+
+
+def _chains(given: str, wanted: str, question: str, depth: int) -> Verdict | Other:
+    """`x = 42` and `2+40 = 42` say 42, `43 = 42` says nothing; so does `\\sqrt{2} ≈ 1.5`. Equations are the same up to a factor."""
+    if "≈" in wanted:
+        ways = [_judge(given, way, question, depth + 1) for way in wanted.split("≈")]
+        return True if True in ways else ways[0]
+    if "≈" in given:
+        *exact, rounded = [side.strip() for side in given.split("≈")]
+        last = sides_of(exact[-1])[-1] if exact else ""
+        if len(exact) != 1 or not rounded or not (is_name(exact[0]) or is_rounded(last, rounded)):
+            return False
+        first = None if is_name(exact[0]) else _judge(exact[0], wanted, question, depth + 1)
+        return first or _judge(rounded, wanted, question, depth + 1)
+    mine, theirs = sides_of(given), sides_of(wanted)
+    if len(mine) == len(theirs) == 1:
+        return "other"
+    if not all(mine) or not all(theirs):
+        return False
+    if any("=" in text and len(members_of(text)) > 1 for text in (given, wanted)) or _ORDER.search(given + wanted):
+        return "other"
+    target = wanted
+    if len(theirs) > 1:
+        named = next((n for n in (0, -1) if is_name(theirs[n])), None)
+        if len(mine) == len(theirs) == 2:
+            return _two_equations(mine, theirs, question, depth)
+        if named is None and not agree(theirs[0], theirs[-1]):
+            return False
+        target = theirs[-1] if named != -1 else theirs[0]
+    if len(mine) == 1:
+        return _judge(given, target, question, depth + 1)
+    if is_name(mine[-1]) and not is_name(mine[0]):
+        mine.reverse()
+    if not all(agree(side, mine[-1]) or has_letters(side) for side in mine[1:-1]):
+        return False
+    if not (is_name(mine[0]) or is_asked(mine[0], question) or agree(mine[0], mine[-1])):
+        return False
+    return _judge(mine[-1], target, question, depth + 1)
+
+
+def _two_equations(mine: list[str], theirs: list[str], question: str, depth: int) -> Verdict:
+    turned = [side[::-1] if is_name(side[1]) and not is_name(side[0]) else side for side in (mine, theirs)]
+    (name, value), (other, wanted) = turned
+    judged: Verdict = False
+    if fold(name) == fold(other) or (is_short_name(name) and is_short_name(other)):
+        axes = {name, other} <= set("xyz") or (depth and len(name) == len(other) == 1)
+        if fold(name) == fold(other) or not axes:
+            judged = _judge(value, wanted, question, depth + 1)
+        if judged is not False:
+            return judged
+    texts = [f"({left})-({right})" for left, right in (mine, theirs)]
+    left, right = map(read, texts)
+    if left.tree is None or right.tree is None:
+        return None if left.unknown or right.unknown else False
+    ratios = []
+    for point in range(POINTS):
+        a, b = (value_of(text, point, 10) for text in texts)
+        if isinstance(a, Value) and isinstance(b, Value) and (found := ratio(a, b)) is not None:
+            ratios.append(found)
+    zero = Value(Fraction(0))
+    return len(ratios) > 1 and all(same(one, ratios[0], False) and not same(one, zero, False) for one in ratios)
+
+
+def _choices(given: str, wanted: str, question: str, depth: int) -> Verdict | Other:
+    """`(B) 42` is B as well as 42."""
+    split = []
+    for text in (given, wanted):
+        found = _CHOICE.fullmatch(words_of(text))
+        letter, rest = (found.group(1) or found.group(3), found.group(2) or found.group(4)) if found else ("", "")
+        alone = len(text) == 1 and "A" <= text <= "J"
+        split.append((text, "") if alone else (letter, rest) if found else ("", text))
+    (mine, said), (theirs, asked) = split
+    if not (said and mine) and not (asked and theirs):
+        return "other"
+    if mine and theirs:
+        return mine == theirs and (not said or not asked or _judge(said, asked, question, depth + 1) is not False)
+    return _judge(said, asked, question, depth + 1) if said and asked else False
+
+
+def _bases(given: str, wanted: str) -> Verdict | Other:
+    """Digits of a base are those digits of that base; without a base, those of the other side's."""
+    mine, theirs = based(given), based(wanted)
+    if mine is None and theirs is None:
+        return "other"
+    digits = [found[0] if found else text for found, text in ((mine, given), (theirs, wanted))]
+    return digits[0].lstrip("0") == digits[1].lstrip("0") and (mine is None or theirs is None or mine[1] == theirs[1])
+
+
+# -- lists, sets, intervals, matrices ------------------------------------------------------------------------------------
+
+
+def _compare(given: str, wanted: str, question: str, depth: int) -> Verdict:
+    (letter, mine), (other, theirs) = interval_of(given), interval_of(wanted)
+    if letter and other and letter != other:
+        return False
+    left, right = parts_of(mine), parts_of(theirs)
+    if left is None and right is None:
+        return _leaf(mine, theirs, question)
+    if left is not None and right is not None:
+        return _same_parts(left, right, question, depth + 1)
+    single = mine if left is None else theirs
+    return None if read(single).unknown and len(sides_of(single)) == 1 and not _ORDER.search(single) else False
+
+
+def _same_parts(given: tuple[str, list[str]], wanted: tuple[str, list[str]], question: str, depth: int) -> Verdict:
+    mine, theirs = given[1], wanted[1]
+    kinds = {given[0], wanted[0]}
+    column = kinds == {"()", f"{len(mine)}x1"}  # a vector
+    point = kinds == {"()", "{}"} and any(all(map(is_equation, parts)) for parts in (mine, theirs))  # x=3, y=4
+    if len(mine) != len(theirs) or not (given[0] == wanted[0] or column or point):
+        return False
+    if given[0] != "{}" or point:
+        return _all(_judge(a, b, question, depth) for a, b in zip(mine, theirs, strict=True))
+    open_parts, left_open = list(theirs), 0
+    for part in mine:
+        found = next((n for n, other in enumerate(open_parts) if fold(part) == fold(other)), None)
+        if found is None:
+            judged: list[Verdict] = []
+            for n, other in enumerate(open_parts):
+                judged.append(_judge(part, other, question, depth))
+                if judged[-1] is True:
+                    found = n
+                    break
+            if found is None and None not in judged:
+                return False
+        if found is None:
+            left_open += 1
+        else:
+            del open_parts[found]
+    return None if left_open else True
+
+
+def _all(verdicts: Iterable[Verdict]) -> Verdict:
+    found = list(verdicts)
+    return False if False in found else None if None in found else True
+
+
+# -- single things -------------------------------------------------------------------------------------------------------
+
+
+def _leaf(given: str, wanted: str, question: str) -> Verdict:
+    mine, theirs = read(given), read(wanted)
+    literal = theirs.tree is not None and is_literal(theirs.tree)
+    if mine.tree is None or theirs.tree is None:
+        if not (mine.unknown or mine.tree) or not (theirs.unknown or theirs.tree):
+            return False
+        if (_ORDER.search(given) is None) != (_ORDER.search(wanted) is None) or (_LOOSE.search(given) and "\\lim" not in given):
+            return False
+        decimal = any("." in text and one.tree and is_literal(one.tree) for text, one in ((given, mine), (wanted, theirs)))
+        return False if decimal or (literal and _repeats(given, question)) else None
+    if literal and not (is_reduced(mine.tree) if is_literal(mine.tree) else not _repeats(given, question)):
+        return False
+    return equal(given, wanted)
 
 
 def _repeats(text: str, question: str) -> bool:
     """Whether `text` takes a number from the question. `12+7` may not come back as `7+12`, `12+7+0` or `12+6+1`."""
-    asked = _THOUSANDS.sub(lambda m: m.group(0).replace(",", ""), question.translate(_UNICODE))
-    return not set(_PLAIN_NUMBER.findall(text)).isdisjoint(_PLAIN_NUMBER.findall(asked))
-
-
-def _same(given: str, wanted: str, question: str, depth: int) -> bool:
-    if not given or not wanted:
-        return False
-    if _fold(given) == _fold(wanted):
-        return True
-    (letter, given), (other, wanted) = _interval(given), _interval(wanted)
-    if letter and other and letter != other:
-        return False
-    if depth < 3:
-        mine, theirs = _parts(given), _parts(wanted)
-        if mine is not None or theirs is not None:
-            return mine is not None and theirs is not None and _same_parts(mine, theirs, question, depth + 1)
-    left, right = _expression(given), _expression(wanted)
-    if left is None or right is None:
-        return False
-    if is_literal(right) and not (is_reduced(left) if is_literal(left) else not _repeats(given, question)):
-        return False
-    return same_value(left, right)
-
-
-def _interval(text: str) -> tuple[str, str]:
-    """Letter and interval: `1 <= x < 3` as x in [1,3) and `2 > x` as x in (-\\infty,2); other text as it is, with no letter."""
-    terms = [term.strip() for term in _RELATION.split(text)]
-    if len(terms) not in (3, 5) or len({term[0] for term in terms[1::2]}) > 1:
-        return "", text
-    if terms[1][0] == ">":
-        terms = [term.replace(">", "<") for term in reversed(terms)]
-    if len(terms) == 3:
-        left_is_letter = len(terms[0]) == 1 and terms[0].isalpha()
-        terms = ["-\\infty", "<", *terms] if left_is_letter else [*terms, "<", "\\infty"]
-    low, below, letter, above, high = terms
-    if len(letter) != 1 or not letter.isalpha() or not low or not high:
-        return "", text
-    return letter, f"{'[' if below == '<=' else '('}{low},{high}{']' if above == '<=' else ')'}"
-
-
-def _parts(text: str) -> tuple[str, list[str]] | None:
-    """Brackets and members of a tuple, interval, set or list; None for a single thing. Brackets "" mean a list."""
-    if "\\pm" in text and text.count("\\pm") == 1:
-        return "{}", [text.replace("\\pm", "+").removeprefix("+"), text.replace("\\pm", "-")]
-    if len(union := re.split(r"\\cup(?![A-Za-z])|∪", text)) > 1:
-        return "{}", [part.strip() for part in union]
-    inner, brackets = text, "{}"  # a bare list has no order, as a set has none
-    for opening, closing in (("\\{", "\\}"), ("{", "}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]")):
-        if text.startswith(opening) and text.endswith(closing):
-            candidate = text[len(opening) : len(text) - len(closing)]
-            if _balanced(candidate):
-                inner, brackets = candidate, (opening + closing).replace("\\", "")
-                break
-    members = _split(inner)
-    if len(members) < 2 and not (inner is not text and brackets == "{}"):
-        return None
-    return (brackets, members) if len(members) <= MAX_PARTS else None
-
-
-def _balanced(text: str) -> bool:
-    depth = 0
-    for char in text:
-        depth += (char in "([{") - (char in ")]}")
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-def _split(text: str) -> list[str]:
-    """At commas outside of brackets."""
-    members, depth, start = [], 0, 0
-    for at, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            members.append(text[start:at].strip())
-            start = at + 1
-    return [*members, text[start:].strip()]
-
-
-def _same_parts(given: tuple[str, list[str]], wanted: tuple[str, list[str]], question: str, depth: int) -> bool:
-    if given[0] != wanted[0] or len(given[1]) != len(wanted[1]):
-        return False
-    if given[0] != "{}":
-        return all(_same(a, b, question, depth) for a, b in zip(given[1], wanted[1], strict=True))
-    open_parts = list(wanted[1])
-    for part in given[1]:
-        found = next((n for n, other in enumerate(open_parts) if _same(part, other, question, depth)), None)
-        if found is None:
-            return False
-        del open_parts[found]
-    return True
+    mine = set(_PLAIN_NUMBER.findall(text))
+    return bool(mine) and not mine.isdisjoint(_PLAIN_NUMBER.findall(_COMMAS.sub("", question.translate(_WIDE_DIGITS))))

@@ -1,35 +1,41 @@
-"""Are two mathematical answers the same (pure)? A small parser of its own over numbers, fractions, roots, powers and single
-letters; nothing is evaluated as code.
+"""Normalised mathematical text to a tree (pure): a small parser of its own over numbers, fractions, roots, powers, elementary
+functions and letters; nothing is evaluated as code.
 
-Expressions are compared exactly, as rational numbers at fixed points of their letters (Schwartz-Zippel), in floats only where
-a root is not rational. Work is bounded: long, deep or huge input is "no expression", never an error and never slow.
+Work is linear and bounded: long or deep input is TooLarge, what the grammar does not know is Unknown, what is no formula at all
+is NoExpression; never an error and never slow.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 MAX_CHARS = 400
 MAX_DEPTH = 40
-MAX_BITS = 4096  # of an exact numerator or denominator
-POINTS = 3  # a polynomial identity that is false survives one point with probability < degree / 1000
 
-Number = Fraction | float
-Kind = Literal["number", "symbol", "neg", "+", "*", "/", "^", "root", "frac", "mixed", "binom", "!", "abs"]
+Kind = Literal["number", "symbol", "neg", "+", "*", "/", "^", "root", "frac", "mixed", "binom", "!", "abs", "function", "log"]
 
 
 class NoExpression(Exception):
-    """The text is not an expression that this module reads."""
+    """The text is no expression, or has no value."""
+
+
+class TooLarge(NoExpression):
+    """An expression that takes more work than is done."""
+
+
+class Unknown(NoExpression):
+    """It may be mathematics that this parser does not know, or that has more than one reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node. `frac` is a written fraction, `/` a division of anything else; `mixed` is a whole number and a fraction."""
+    """One node. `frac` is a written fraction, `/` a division of anything else; `mixed` is a whole number and a fraction; `log` has
+    base and argument, or its argument alone for a bare \\log."""
 
     kind: Kind
     args: tuple[Node, ...] = ()
@@ -38,23 +44,28 @@ class Node:
 
 
 _TOKEN = re.compile(
-    r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d{1,3}(?![\d.]))?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z])|([-+*/^!(){}\[\]|]))"
+    r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d{1,3}(?![\d.]))?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z])|([-+*/^!(){}\[\]|_'°]))"
 )
 _GREEK = frozenset(
     f"\\{name}"
     for name in (
         *("alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "phi", "varphi", "omega", "sigma", "tau"),
-        *("pi", "infty"),  # kept as letters: 2\pi is 2\pi, and no decimal is
+        *("pi", "infty", "epsilon", "rho", "eta", "Delta", "Omega", "Theta", "psi", "xi", "nu", "kappa", "ell", "varepsilon"),
     )
 )
+_TRIG = ("sin", "cos", "tan", "cot", "sec", "csc")
+FUNCTIONS = (*_TRIG, "ln", "log", "lg", "exp", "arcsin", "arccos", "arctan")
+_FUNCTION = frozenset(f"\\{name}" for name in FUNCTIONS)
+KNOWN_COMMANDS = _GREEK | _FUNCTION | {"\\frac", "\\sqrt", "\\binom"}
 _DIGITS = "0123456789."
+_KNOWN_TO_NOBODY = frozenset("\"#&,;?@`~:$%.")  # no formula has such a character, to whomever it is shown
 _OPEN = {"(": ")", "{": "}", "[": "]"}
 
 
 def parse(text: str) -> Node:
     """Normalised text to a tree; NoExpression when it is none."""
-    if not text or len(text) > MAX_CHARS:
-        raise NoExpression("empty or too long")
+    if len(text) > MAX_CHARS:
+        raise TooLarge("too long")
     parser = _Parser(_tokens(text))
     node = parser.sum(0)
     if parser.peek():
@@ -69,7 +80,8 @@ def _tokens(text: str) -> list[str]:
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            raise NoExpression(f"unreadable at {text[at : at + 10]!r}")
+            rest = text[at:].lstrip()
+            raise (NoExpression if rest[0] in _KNOWN_TO_NOBODY else Unknown)(f"unreadable at {rest[:10]!r}")
         found.append(match.group(0).strip())
         at = match.end()
     return found
@@ -81,6 +93,8 @@ class _Parser:
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
         self._at = 0
+        self._bars = 0  # absolute values that are open
+        self._angle = False  # within the argument of a sine: degrees are no mere unit there
 
     def peek(self, ahead: int = 0) -> str:
         at = self._at + ahead
@@ -93,7 +107,7 @@ class _Parser:
 
     def sum(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise NoExpression("too deep")
+            raise TooLarge("too deep")
         node = self._product(depth)
         while self.peek() in ("+", "-"):
             sign = self._next()
@@ -113,7 +127,7 @@ class _Parser:
                 below = self._unary(depth)
                 plain = _is_count(node) and below.kind == "number"
                 node = Node("frac" if plain else "/", (node, below))
-            elif token and (token[0].isalnum() or token[0] in "\\.({["):
+            elif token and (token[0].isalnum() or token[0] in "\\.({[" or (token == "|" and not self._bars)):
                 node = self._beside(node, depth)
             else:
                 return node
@@ -144,9 +158,14 @@ class _Parser:
 
     def _power(self, depth: int) -> Node:
         base = self._atom(depth + 1)
-        while self.peek() == "!":
+        if self.peek() == "!":
             self._next()
             base = Node("!", (base,))
+            if self.peek() == "!":
+                raise Unknown("a double factorial")
+        if self.peek() == "°":
+            self._next()
+            base = Node("*", (base, _DEGREE)) if self._angle else base
         if self.peek() != "^":
             return base
         self._next()
@@ -158,7 +177,7 @@ class _Parser:
 
     def _atom(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
-            raise NoExpression("too deep")
+            raise TooLarge("too deep")
         token = self._next()
         if not token:
             raise NoExpression("ends too early")
@@ -172,18 +191,84 @@ class _Parser:
         if token in ("\\frac", "\\binom"):
             return Node("frac" if token == "\\frac" else "binom", (self._argument(depth), self._argument(depth)))
         if token == "|":
+            self._bars += 1
             node = Node("abs", (self.sum(depth + 1),))
+            self._bars -= 1
             if self._next() != "|":
                 raise NoExpression("| is not closed")
             return node
+        if token in _FUNCTION:
+            return self._function(token[1:], depth)
         if token == "\\sqrt":
             index = Node("number", number=Fraction(2))
             if self.peek() == "[":
                 index = self._atom(depth + 1)
             return Node("root", (index, self._argument(depth)))
         if (len(token) == 1 and token.isalpha()) or token in _GREEK:
-            return Node("symbol", name=token)
-        raise NoExpression(f"unexpected {token!r}")
+            return Node("symbol", name=token + self._mark())
+        raise (Unknown if token[0] == "\\" else NoExpression)(f"unexpected {token!r}")
+
+    def _mark(self) -> str:
+        """Subscript and primes of a letter: they belong to its name."""
+        mark = ""
+        while self.peek() in ("_", "'"):
+            if self._next() == "_":
+                first = self._next()
+                mark += "_"
+                while first == "{" and self.peek() not in ("}", ""):
+                    mark += self._next()
+                if first == "{":
+                    self._next()
+                elif first[:1].isdigit() and len(first) > 1:
+                    mark += first[0]
+                    self._tokens.insert(self._at, first[1:])
+                else:
+                    mark += first
+            else:
+                mark += "'"
+        return mark
+
+    def _function(self, name: str, depth: int) -> Node:
+        """\\sin^2 x, \\log_2 8, \\ln(x+1): without brackets, the argument is what stands beside it up to a sign or a function."""
+        base = Node("number", number=Fraction(10)) if name == "lg" else None
+        if name == "log" and self.peek() == "_":
+            self._next()
+            base = self._argument(depth + 1)
+        power = None
+        if self.peek() == "^":
+            self._next()
+            sign = self.peek() == "-"
+            if sign:
+                self._next()
+            power = self._argument(depth + 1)
+            if sign or power == _MINUS_ONE:
+                if name not in ("sin", "cos", "tan") or (sign and power != _MINUS_ONE.args[0]):
+                    raise Unknown("a negative power of a function")
+                name, power = f"arc{name}", None
+        outer, self._angle = self._angle, name in _TRIG
+        argument = self._operand(depth + 1)
+        self._angle = outer
+        if name in ("log", "lg"):
+            node = Node("log", (argument,) if base is None else (base, argument))
+        else:
+            node = Node("function", (argument,), name=name)
+        return node if power is None else Node("^", (node, power))
+
+    def _operand(self, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise TooLarge("too deep")
+        token = self.peek()
+        if token in _OPEN or token == "|":
+            node = self._atom(depth)
+            if self.peek() in ("^", "!"):
+                raise Unknown("a power of the argument or of the function")
+            return node
+        node = self._unary(depth)
+        while (token := self.peek()) and (token[0].isalnum() or (token[0] == "\\" and token not in _FUNCTION)):
+            node = self._beside(node, depth)
+        if token == "/" and self.peek(1) not in _FUNCTION:
+            raise Unknown("a quotient of the argument or of the function")
+        return node
 
     def _argument(self, depth: int) -> Node:
         """`{...}`, or one digit or letter as TeX takes it: \\frac12 is one half."""
@@ -193,6 +278,24 @@ class _Parser:
                 raise NoExpression("a decimal needs braces here")
             self._tokens[self._at : self._at + 1] = [token[0], token[1:]]
         return self._atom(depth + 1)
+
+
+_DEGREE = Node("/", (Node("symbol", name="\\pi"), Node("number", number=Fraction(180))))
+_MINUS_ONE = Node("neg", (Node("number", number=Fraction(1)),))
+
+
+def nodes(tree: Node) -> Iterator[Node]:
+    """All nodes of a tree."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        left.extend(node.args)
+
+
+def is_constant(tree: Node) -> bool:
+    """Whether a tree has no letter but i, e and \\pi."""
+    return all(node.kind != "symbol" or node.name in ("i", "e", "\\pi", "\\infty") for node in nodes(tree))
 
 
 def _is_count(node: Node) -> bool:
@@ -224,113 +327,3 @@ def is_reduced(node: Node) -> bool:
     top = node.args[0].args[0] if node.args[0].kind == "neg" else node.args[0]
     low = node.args[1].number
     return low != 1 and math.gcd(top.number.numerator, low.numerator) == 1
-
-
-def evaluate(node: Node, point: int) -> Number:
-    """The value where every letter has its fixed value number `point`; NoExpression where there is none."""
-    try:
-        return _evaluate(node, point)
-    except (ZeroDivisionError, OverflowError) as error:
-        raise NoExpression(str(error)) from error
-
-
-def _evaluate(node: Node, point: int) -> Number:
-    match node.kind:
-        case "number":
-            return node.number
-        case "symbol":
-            mixed = zlib.crc32(f"{point}/{node.name}".encode())
-            return Fraction(mixed % 1009 + 2, (mixed >> 16) % 31 + 3)
-        case "neg":
-            return -_evaluate(node.args[0], point)
-        case "abs":
-            value = _evaluate(node.args[0], point)
-            return value if value >= 0 else -value
-        case "!":
-            return Fraction(math.factorial(_count(_evaluate(node.args[0], point))))
-    left, right = (_evaluate(arg, point) for arg in node.args)
-    match node.kind:
-        case "+" | "mixed":
-            return _bounded(left + right)
-        case "*":
-            return _bounded(left * right)
-        case "/" | "frac":
-            return _bounded(left / right)
-        case "^":
-            return _power(left, right)
-        case "binom":
-            return Fraction(math.comb(_count(left), _count(right)))
-        case _:
-            return _root(left, right)
-
-
-def _count(value: Number) -> int:
-    """For factorials and binomials: a whole number whose factorial stays within MAX_BITS."""
-    if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_BITS // 8:
-        raise NoExpression("not a small count")
-    return value.numerator
-
-
-def _bounded(value: Number) -> Number:
-    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise NoExpression("too large")
-    return value
-
-
-def _power(base: Number, exponent: Number) -> Number:
-    if isinstance(exponent, Fraction) and isinstance(base, Fraction):
-        if exponent.denominator == 1:
-            bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-            if abs(exponent) * bits > MAX_BITS:
-                raise NoExpression("too large")
-            return base**exponent.numerator
-        if exponent.denominator <= 8 and base >= 0:
-            return _power(_root(Fraction(exponent.denominator), base), Fraction(exponent.numerator))
-    if base < 0:
-        raise NoExpression("power of a negative number")
-    return float(base) ** float(exponent)
-
-
-def _root(index: Number, value: Number) -> Number:
-    if not isinstance(index, Fraction) or index.denominator != 1 or not 2 <= index <= 16:
-        raise NoExpression("such a root is not read")
-    n = index.numerator
-    if value < 0:
-        if n % 2 == 0:
-            raise NoExpression("even root of a negative number")
-        return -_root(index, -value)
-    if isinstance(value, Fraction):
-        top, low = _whole_root(value.numerator, n), _whole_root(value.denominator, n)
-        if top is not None and low is not None:
-            return Fraction(top, low)
-    return float(value) ** (1.0 / n)
-
-
-def _whole_root(value: int, n: int) -> int | None:
-    """The n-th root when it is whole (Newton's iteration on integers)."""
-    if value < 2:
-        return value
-    guess = 1 << -(-value.bit_length() // n)
-    while True:
-        better = ((n - 1) * guess + value // guess ** (n - 1)) // n
-        if better >= guess:
-            return guess if guess**n == value else None
-        guess = better
-
-
-def same_value(left: Node, right: Node) -> bool:
-    """Equal at every fixed point where both have a value, and at one at least."""
-    compared = 0
-    for point in range(POINTS):
-        try:
-            a, b = evaluate(left, point), evaluate(right, point)
-        except NoExpression:
-            continue
-        if isinstance(a, Fraction) and isinstance(b, Fraction):
-            equal = a == b
-        else:
-            equal = math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
-        if not equal:
-            return False
-        compared += 1
-    return compared > 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from actors.reward.instructions import instructions
-from actors.reward.mathanswer import final_answer, last_boxed, reference_answer, same_answer, undecided
+from actors.reward.mathanswer import final_answer, last_boxed, readable_reference, reference_answer, verdict
 from actors.reward.sample import BadLabel, Sample, Value
 from actors.runtime.seeds import rng_for
 
@@ -24,12 +24,17 @@ _ARTICLES = frozenset({"a", "an", "the"})
 _CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _DAPO_TAIL_CHARS = 300
-_DAPO_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_DAPO_ANSWER = re.compile(r"answer\**\s*:\s*([^\n]+)", re.IGNORECASE)
 _CHOICE_PHRASE = re.compile(
-    r"(?i:\b(?:answer|option|choice)\b(?:\s+(?:is|would\s+be))?[\s:*]*(?:option\s+|choice\s+)?[\s*$({\[]*)([A-Z])(?![A-Za-z])"
+    r"(?i:\b(?:answer|option|choice)\b(?:\s{1,4}(?:is|would\s{1,4}be))?[\s:*]{0,8}(?:option\s{1,4}|choice\s{1,4})?[\s*$({\[]{0,8})"
+    r"([A-Z])(?![A-Za-z])"
 )
-_CHOICE_LINE = re.compile(r"^\W*([A-Z])(?:[).:*\]}]|\W*$)", re.MULTILINE)
+_CHOICE_CORRECT = re.compile(
+    r"(?<![A-Za-z])([A-Z])[)*\]]{0,3}\s{1,4}(?i:is\s{1,4}(?:the\s{1,4})?(?:correct|right|answer))(?![A-Za-z])"
+)
+_CHOICE_LINE = re.compile(r"^[^\w\n]{0,16}([A-Z])(?:[).:*\]}]|[^\w\n]{0,16}$)", re.MULTILINE)
 _CHOICE_BRACKETS = re.compile(r"\(([A-Z])\)")
+_CHOICE_WORDS = re.compile(r"\b(?:answer|option|choice)\s{1,4}(?:is|would\s{1,4}be)[\s:*]{1,8}([^\n]{1,400})", re.IGNORECASE)
 
 
 def exact_match(sample: Sample) -> Value:
@@ -44,28 +49,22 @@ def contains(sample: Sample) -> Value:
 
 class MathRule(msgspec.Struct, frozen=True):
     """A rule that compares one answer with the label. `answer`: what a response answers, None or empty = nothing; `value`: what
-    right and wrong earn. Called as every rule it judges alone; MathScorer asks further where `undecided` gives a pair."""
+    right and wrong earn. Called as every rule it judges alone; MathScorer asks further where the verdict is open."""
 
     answer: Callable[[Sample], str | None]
     value: Callable[[bool], Value] = float
 
     def __call__(self, sample: Sample) -> Value:
-        return self.value(self.right(sample))
+        return self.value(self.verdict(sample) is True)
 
-    def right(self, sample: Sample) -> bool:
-        """Whether the answer is the label."""
-        given = self.answer(sample)
-        return bool(given) and same_answer(given or "", reference_answer(sample.label), sample.prompt)
-
-    def undecided(self, sample: Sample) -> tuple[str, str] | None:
-        """Answer and reference of a sample that is not right here and may still be."""
-        given, wanted = self.answer(sample) or "", reference_answer(sample.label)
-        return (given, wanted) if undecided(given, wanted, sample.prompt) else None
+    def verdict(self, sample: Sample) -> bool | None:
+        """Whether the answer is the label; None where one of them is mathematics that is not read here."""
+        return verdict(self.answer(sample) or "", reference_answer(sample.label), sample.prompt)
 
 
 def _dapo_answer(sample: Sample) -> str | None:
     found = _DAPO_ANSWER.findall(sample.response[-_DAPO_TAIL_CHARS:])
-    answer = found[-1].strip().strip("*").strip() if found else ""
+    answer = found[-1].strip("* \t\r").rstrip(".,* ") if found else ""
     boxed = last_boxed(answer)
     return answer if boxed is None else boxed
 
@@ -121,7 +120,8 @@ def _words(text: str) -> list[str]:
 
 def gpqa(sample: Sample) -> Value:
     """1 when the letter chosen is the label's. `metadata.choices` allows labels and answers in words; `metadata.correct_letter`
-    replaces the label; `metadata.valid_letters` limits the letters (default: as many as choices, else A to H)."""
+    replaces the label; `metadata.valid_letters` limits the letters (default: as many as choices, else A to H). A label 0, 1, ...
+    that is none of the choices' words counts the letters."""
     choices = sample.metadata.get("choices")
     choices = [str(c) for c in choices.values()] if isinstance(choices, dict) else choices
     choices = [str(c) for c in choices] if isinstance(choices, (list, tuple)) else []
@@ -131,11 +131,8 @@ def gpqa(sample: Sample) -> Value:
     solution = sample.response.rpartition("</think>")[2]
     letter = chosen_letter(solution, valid)
     if letter is None and choices:
-        said = [
-            string.ascii_uppercase[n]
-            for n, text in enumerate(choices)
-            if " ".join(_words(text)) == _last_words(solution)
-        ]
+        texts = [" ".join(_words(text)) for text in choices]
+        said = [string.ascii_uppercase[n] for n, text in enumerate(texts) if text in _said_in_words(solution)]
         letter = said[0] if len(said) == 1 else None
     return float(letter == wanted)
 
@@ -148,23 +145,28 @@ def _wanted_letter(sample: Sample, choices: Sequence[str], valid: set[str]) -> s
     texts = [" ".join(_words(choice)) for choice in choices]
     if (said := " ".join(_words(label))) and texts.count(said) == 1:
         return string.ascii_uppercase[texts.index(said)]
+    if label.isdecimal() and len(label) < 3 and string.ascii_uppercase[int(label) : int(label) + 1] in valid:
+        return string.ascii_uppercase[int(label)]
     raise BadLabel(f"label {label[:40]!r} names none of the choices {', '.join(sorted(valid))}")
 
 
-def _last_words(text: str) -> str:
-    lines = text.strip().splitlines()
-    return " ".join(_words(lines[-1])) if lines else ""
+def _said_in_words(text: str) -> set[str]:
+    """What a response may name in words: its last line, and what follows its last `answer is`, up to the sentence's end."""
+    end = text.rstrip()
+    said = {end[end.rfind("\n") + 1 :][-1000:]}
+    if phrases := _CHOICE_WORDS.findall(text):
+        said |= {phrases[-1], re.split(r"[.;]\s", phrases[-1] + " ", maxsplit=1)[0]}
+    return {" ".join(_words(one)) for one in said}
 
 
 def chosen_letter(text: str, valid: set[str]) -> str | None:
-    """The letter a response settles on: boxed, else after `answer is`, else alone at the start of a line, else in brackets;
-    of each kind the last one. A letter that is only a word (`I`, `A cat`) is none."""
-    tail = text[-2000:]
-    if (boxed := last_boxed(tail)) is not None:
+    """The letter a response settles on: boxed, else after `answer is`, else before `is correct`, else alone at the start of a line,
+    else in brackets; of each kind the last one. A letter that is only a word (`I`, `A cat`) is none."""
+    if (boxed := last_boxed(text)) is not None:
         inside = re.sub(r"\\[a-z]+\s*\{?", "", boxed).strip("(){}[]. ").upper()
         return inside if inside in valid else None
-    for pattern in (_CHOICE_PHRASE, _CHOICE_LINE, _CHOICE_BRACKETS):
-        if letters := [letter for letter in pattern.findall(tail) if letter in valid]:
+    for pattern in (_CHOICE_PHRASE, _CHOICE_CORRECT, _CHOICE_LINE, _CHOICE_BRACKETS):
+        if letters := [letter for letter in pattern.findall(text) if letter in valid]:
             return letters[-1]
     return None
 
@@ -198,6 +200,21 @@ def finished(sample: Sample) -> Value:
 def zero(sample: Sample) -> Value:
     """0 for every response: where what is learned is a teacher's, whatever the answer."""
     return 0.0
+
+
+def readable_label(rule: str, label: str) -> bool:
+    """Whether a shipped rule can find an answer right by this label: False where label and rule do not belong together. True for
+    rules that read no label, or a label and metadata, and for names that are no rule's. Takes well below a millisecond.
+
+    >>> readable_label("math", "\\\\frac{1}{2}"), readable_label("math", '{"func_name": "validate_word"}')
+    (True, False)
+    """
+    name = rule.removeprefix("boxed_")
+    if name in MATH_RULES:
+        return readable_reference(label)
+    if name == "length":
+        return label.strip().isdecimal() and int(label[:20]) > 0
+    return name not in ("contains", "f1") or bool(label.strip())
 
 
 RULES: dict[str, Rule] = {

@@ -15,7 +15,7 @@ import msgspec
 
 from actors.reward import code, gym, second_look
 from actors.reward.judge import JudgeScorer
-from actors.reward.mathanswer import last_boxed
+from actors.reward.mathanswer import last_boxed, reference_answer
 from actors.reward.pool import VerifierPool
 from actors.reward.remote import RemoteScorer
 from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES, MathRule, Rule
@@ -69,7 +69,7 @@ class RuleScorer:
 
 
 class MathScorer(RuleScorer):
-    """A shipped math rule, and on its no a second look by math-verify in a verifier process, where there is one."""
+    """A shipped math rule, and where its verdict is open a second look by math-verify in a verifier process, if there is one."""
 
     def __init__(self, name: str, rule: MathRule, pool: VerifierPool | None, count: Callable[[str], None]) -> None:
         super().__init__(name, rule)
@@ -82,12 +82,11 @@ class MathScorer(RuleScorer):
         return self._math.answer(sample) or ""
 
     async def score(self, sample: Sample, deadline_s: float) -> Value:
-        if self._math.right(sample):
-            return self._math.value(True)
-        pair = self._math.undecided(sample)
-        if self._pool is None or pair is None:
-            return self._math.value(False)
-        asked = Sample(sample_id=sample.sample_id, prompt="", response=pair[0], label=pair[1])
+        found = self._math.verdict(sample)
+        if self._pool is None or found is not None:
+            return self._math.value(found is True)
+        given, wanted = self.answer(sample), reference_answer(sample.label)
+        asked = Sample(sample_id=sample.sample_id, prompt="", response=given, label=wanted)
         try:
             right = await self._pool.score(asked, min(deadline_s, SECOND_LOOK_S)) == 1.0
         except (ScorerFailed, DeadlineExceeded):  # what it chokes on is not shown to be right

@@ -1,4 +1,4 @@
-"""The second look at an answer that the math rule did not find equal: math-verify (`pip install 'miles-async[math]'`).
+"""The second look at an answer about which the math rule has no verdict: math-verify (`pip install 'miles-async[math]'`).
 
 `verify` runs in a verifier process only (pool.py), which is killed at its deadline. Nothing received is executed: only the LaTeX
 grammar reads the answers, and sympy's own `eval`, which it uses to make numbers out of digits, is replaced here by one that takes

@@ -9,11 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.reward.mathanswer import final_answer, last_boxed, normalize, same_answer, undecided
-from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, RULES, chosen_letter
+from actors.reward.mathanswer import final_answer, last_boxed, verdict
+from actors.reward.mathtext import normalize
+from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES
 from actors.reward.sample import BadLabel, Sample, ScorerFailed, settle
 from actors.reward.scorer import Scorers, UnknownScorer
 from actors.runtime.run import Refused
+
+
+def same_answer(given: str, wanted: str, question: str = "") -> bool:
+    return verdict(given, wanted, question) is True
+
+
+def undecided(given: str, wanted: str, question: str = "") -> bool:
+    return verdict(given, wanted, question) is None
 
 
 def sample(response: str, label: str = "", **fields: Any) -> Sample:
@@ -144,6 +153,17 @@ def test_a_fraction_is_its_value_however_it_is_written(top: int, low: int) -> No
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
+        ("#### 42\n" + "and so on. " * 9000, "42"),
+        ("The answer is 42." + " We saw 7 of them." * 6000, "42"),
+        (r"\boxed{42}" + " 7" * 50_000, "42"),
+        ("It is 42." + " so we are done" * 7000, "42"),
+        ("The answer is 42. Check: the answer is correct.", "42"),
+        ("The answer is (1, 2).", "(1, 2)"),
+        ("The answer is $3$, $4$ and $5$.", "3, 4 and 5"),
+        ("The area is 5 m^2.", "5"),
+        ("The area is 5 m².", "5"),
+        ("y = 2x+1", "y = 2x+1"),
+        ("**Final answer**: 7", "7"),
         (r"So $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
         (r"\boxed{1} and then \boxed{2}", "2"),
         (r"\boxed{3} then \boxed{broken", "3"),
@@ -166,6 +186,25 @@ def test_a_fraction_is_its_value_however_it_is_written(top: int, low: int) -> No
 )
 def test_the_final_answer_of_a_response(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is not 42.", "The answer is definitely not 42", "It is not 42.", "The answer isn't 42.",
+        "42 is not the answer.", "The answer is 43. It is not 42.", "43 = 42", "so x = 41 = 42", "The answer is 42 or 43.",
+        "The answer is $42$ or $43$.", "The answer is either 42 or maybe 43", "#### 42 or 43", "Answer: 42, 43",
+        r"\boxed{42\text{ or 43}}", r"\boxed{\text{not } 42}",
+    ],
+)  # fmt: skip
+def test_what_is_denied_or_hedged_earns_nothing(text: str) -> None:
+    assert score("math", text, "42") == score("gemma_math", text, "42") == 0.0
+
+
+def test_what_was_denied_before_does_no_harm() -> None:
+    assert score("math", "It is not 41. The answer is 42.", "42") == 1.0
+    assert score("math", "The answer is 42, not 41.", "42") == 1.0
+    assert score("math", "6*7 = 42", "42") == score("math", "x = 6*7 = 42", "42") == 1.0
 
 
 def test_math_reads_labels_as_data_sets_write_them() -> None:
@@ -191,6 +230,11 @@ def test_exact_match_and_contains() -> None:
 def test_dapo_reads_the_last_answer_line_near_the_end() -> None:
     assert score("dapo", "Answer: 3\nno, Answer: 4", "4") == {"score": 1.0, "acc": 1.0}
     assert score("dapo", r"Answer: $\boxed{4}$", "4")["acc"] == 1.0
+    for said in ("Answer: 4,", "**Answer**: 4", "Answer: **4**.", "Answer: 4 books", "Answer: x = 4", "Answer: 4<|im_end|>"):
+        assert score("dapo", said, "4")["acc"] == 1.0, said
+    for said in ("Answer: 3 or 4", "Answer: 3 = 4", "Answer: not 4"):
+        assert score("dapo", said, "4")["acc"] == 0.0, said
+    assert score("dapo", "Answer: 1,234,", "1234")["acc"] == 1.0
     assert score("dapo", "4", "4") == {"score": -1.0, "acc": 0.0}
     assert score("dapo", "Answer: 4" + " ." * 200, "4")["acc"] == 0.0
 
@@ -209,37 +253,6 @@ def test_f1_counts_common_words() -> None:
     assert score("f1", "yes it is", "yes") == 0.0
     assert score("f1", "Yes.", "yes") == 1.0
     assert score("f1", "", "") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("The answer is (B).", "B"),
-        ("Answer: C", "C"),
-        ("answer: **D**", "D"),
-        (r"so \boxed{\text{A}}", "A"),
-        ("First A. then\nthe correct option is C", "C"),
-        ("B", "B"),
-        ("C) because", "C"),
-        ("I think (A) or rather (B)", "B"),
-        ("A cat sat", None),
-        ("The answer is Zinc", None),
-        (r"\boxed{Z}", None),
-        ("", None),
-    ],
-)
-def test_the_letter_that_a_response_settles_on(text: str, letter: str | None) -> None:
-    assert chosen_letter(text, set("ABCD")) == letter
-
-
-def test_gpqa_knows_letters_and_choices() -> None:
-    assert score("gpqa", "<think>(A)</think> The answer is B", "(B)") == 1.0
-    choices = {"choices": ["red", "green", "dark blue"]}
-    assert score("gpqa", "Answer: C", "dark blue", metadata=choices) == 1.0
-    assert score("gpqa", "It must be\ndark blue.", "C", metadata=choices) == 1.0
-    assert score("gpqa", "Answer: A", "B", metadata={"correct_letter": "A"}) == 1.0
-    with pytest.raises(BadLabel, match="names none of the choices"):
-        score("gpqa", "Answer: A", "purple", metadata=choices)
 
 
 def test_length_is_best_at_its_target() -> None:
@@ -262,11 +275,35 @@ def test_chance_follows_from_seed_and_sample_only() -> None:
 @pytest.mark.parametrize("name", sorted(RULES))
 @pytest.mark.parametrize(
     "response",
-    ["", "\\boxed{" * 80_000, "answer: " * 60_000, " " * 500_000, "1," * 250_000, "(" * 500_000, "</think>" * 60_000],
-    ids=["empty", "boxes", "answers", "spaces", "commas", "brackets", "thinks"],
+    [
+        pytest.param("", id="empty"),
+        pytest.param("\\boxed{" * 80_000, id="boxes"),
+        pytest.param("answer: " * 60_000, id="answers"),
+        pytest.param(" " * 500_000, id="spaces"),
+        pytest.param("1," * 250_000, id="commas"),
+        pytest.param("(" * 500_000, id="brackets"),
+        pytest.param("</think>" * 60_000, id="thinks"),
+        pytest.param("\n" * 500_000, id="lines"),
+        pytest.param("answer is" + "\n" * 500_000, id="answer and lines"),
+        pytest.param("answer\n" * 70_000, id="lines of answers"),
+        pytest.param("#### not " * 60_000, id="denials"),
+        pytest.param("½" * 500_000, id="halves"),
+        pytest.param("42 = " * 100_000, id="equals"),
+        pytest.param("x" * 500_000, id="letters"),
+        pytest.param(r"\boxed{" + "x(" * 450 + "}", id="products"),
+        pytest.param(r"\boxed{" + "1+" * 199 + "1}", id="sums"),
+        pytest.param(r"\boxed{" + r"\ln 2+" * 55 + "1}", id="logarithms"),
+        pytest.param(r"\boxed{" + "a b," * 240 + "}", id="lists"),
+        pytest.param(r"\boxed{5 " + "cm " * 320 + "!}", id="units"),
+        pytest.param(r"\boxed{5 " + "a.b." * 200 + "!}", id="short units"),
+        pytest.param(r"\boxed{5" + r"\text{a}" * 119 + "!}", id="texts"),
+        pytest.param(r"\boxed{" + "½" * 900 + "}", id="boxed halves"),
+        pytest.param(r"\boxed{0." + "1" * 900 + "}", id="digits"),
+        pytest.param(r"\boxed{" + "9^" * 190 + "9}", id="towers"),
+    ],
 )
 def test_no_response_is_an_error_or_takes_for_ever(name: str, response: str) -> None:
-    label = "10" if name == "length" else "A"
+    label = "10" if name == "length" else r"\frac{1}{3}x, 1+\ln 3" if name in MATH_RULES else "A"
     metadata = {"instruction_id_list": ["detectable_format:title", "detectable_content:number_placeholders"]}
     given = sample(response, label, metadata=metadata | {"kwargs": [{}, {"num_placeholders": 1}]})
     for rule in (RULES[name], BOXED_RULES[name]):
