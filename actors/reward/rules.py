@@ -26,9 +26,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _DAPO_TAIL_CHARS = 300
 _DAPO_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _CHOICE_PHRASE = re.compile(
-    r"(?i:\b(?:answer|option|choice)\b(?:\s+(?:is|would\s+be))?[\s:*]*(?:option\s+|choice\s+)?[\s*$({\[]*)([A-Z])(?![A-Za-z])"
+    r"(?i:\b(?:answer|option|choice)\b(?:\s++(?:is|would\s++be))?[\s:*]*+(?:option\s++|choice\s++)?[\s*$({\[]*+)([A-Z])(?![A-Za-z])"
 )
-_CHOICE_LINE = re.compile(r"^\W*([A-Z])(?:[).:*\]}]|\W*$)", re.MULTILINE)
+_CHOICE_LINE = re.compile(r"^[^\w\n]*+([A-Z])(?:[).:*\]}]|[^\w\n]*+$)", re.MULTILINE)
 _CHOICE_BRACKETS = re.compile(r"\(([A-Z])\)")
 
 

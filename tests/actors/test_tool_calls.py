@@ -79,7 +79,7 @@ def test_an_answer_without_a_call_has_none() -> None:
 MARKS = (*"{[}\"':,;<>", "<tool_call>", "</tool_call>", "<arg_key>", D1, D2, D3, SEP, "<|python_tag|>", "name", "[" * 5000)
 names = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
 texts = st.text(st.characters(exclude_characters="<>`｜"))
-objects = st.dictionaries(names, st.one_of(st.integers(), st.booleans(), texts, st.none()))
+objects = st.dictionaries(names, st.one_of(st.integers(-(2**63), 2**64 - 1), st.booleans(), texts, st.none()))
 
 
 @given(name=names, arguments=objects, before=st.text(st.characters(exclude_characters="<{`")))

@@ -1,15 +1,23 @@
 """Tool calls in what a model wrote, by the formats that models are trained on (pure): text to calls with their places in it.
 
 Always true: nothing is written anew. A call names the part of the text it was read from, and what cannot be read is a call with
-an error for the model, never an exception.
+an error for the model, never an exception. Time is linear in the text, whatever it repeats: no pattern here can be matched from two
+places over the same characters. Arguments are plain JSON that every reader takes: no half of a character, no NaN, no integer beyond
+64 bits, at most MOST_DEPTH tables in each other.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
+
+MOST_CALLS = 64  # of one answer that are read; a policy that repeats itself opens thousands
+MOST_DEPTH = 64  # of tables and lists in each other; templates and encoders walk them by recursion
+MOST_NAMED = 5  # of its faults that a call is told
 
 Tool = Mapping[str, Any]
 """A tool as the OpenAI interface describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -28,11 +36,11 @@ class Call(NamedTuple):
 _HERMES = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _DEEPSEEK = re.compile("<｜tool▁call▁begin｜>(?P<body>.*?)(?:<｜tool▁call▁end｜>|\\Z)", re.DOTALL)
 _DEEPSEEK_FRAME = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```|\Z)", re.DOTALL)
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_FENCE = "```"
 _PYTHON_TAG = "<|python_tag|>"
+_BLANKS = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*;\s*")
-_decoder = json.JSONDecoder()
 
 
 def _hermes(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
@@ -42,10 +50,10 @@ def _hermes(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
 
 def _glm(text: str, tools: Sequence[Tool]) -> Iterator[Call]:
     for found in _HERMES.finditer(text):
-        name, mark, _ = found["body"].partition("<arg_key>")
+        name, mark, _ = found["body"].partition(_KEY)
         name = name.strip()
         texts = _texts_of(name, tools)
-        pairs = _ARGUMENT.findall(found["body"])
+        pairs = list(_pairs(found["body"]))
         arguments = {key.strip(): value if key.strip() in texts else _value(value) for key, value in pairs}
         error = "" if re.fullmatch(r"[\w.-]+", name) and bool(mark) == bool(pairs) else f"not a call: {_short(found['body'])}"
         yield Call(found.start(), found.end(), name, arguments, error)
@@ -57,8 +65,8 @@ def _deepseek(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
         name = head.strip()
         if name == "function":  # V3: kind, name on the same line, then fenced JSON; V3.1: name, then JSON
             name, _, tail = tail.partition("\n")
-        fenced = _FENCE.search(tail)
-        body = (fenced[1] if fenced else tail).strip()
+        _, fenced, inside = tail.partition(_FENCE)
+        body = (inside.removeprefix("json").partition(_FENCE)[0] if fenced else tail).strip()
         if not mark:
             yield Call(found.start(), found.end(), error=f"no name before the arguments in {_short(found['body'])}")
         else:
@@ -75,7 +83,7 @@ def _llama3(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
     while at < len(text):
         try:
             _, end = _decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # said again, with its cause
             end = len(text)
         yield _from_json(text[at:end], begin, end, "parameters")
         rest = _SEPARATOR.match(text, end)
@@ -96,8 +104,12 @@ OPENINGS = {"hermes": "<tool_call>", "glm": "<tool_call>", "llama3": _PYTHON_TAG
 
 
 def parse(text: str, kind: str, tools: Sequence[Tool] = ()) -> list[Call]:
-    """The calls in `text`, in order. `tools`: those on offer; they tell texts from numbers where a format does not."""
-    return list(FORMATS[kind](text, tools))
+    """The calls in `text`, in order; behind MOST_CALLS of them one that says so. `tools`: those on offer; they tell texts from
+    numbers where a format does not."""
+    calls = list(islice(FORMATS[kind](text, tools), MOST_CALLS + 1))
+    if len(calls) > MOST_CALLS:
+        calls[-1] = Call(calls[-1].start, len(text), error=f"an answer has at most {MOST_CALLS} calls; the others were not made")
+    return calls
 
 
 def without(text: str, calls: Sequence[Call]) -> str:
@@ -126,20 +138,21 @@ def fault(call: Call, tools: Sequence[Tool]) -> str:
     if call.error:
         return f"error: the call cannot be read: {call.error}"
     if call.name not in names:
-        return f"error: there is no tool {call.name!r}. Tools: {', '.join(names) or 'none'}."
+        return f"error: there is no tool {_short(call.name)}. Tools: {', '.join(names) or 'none'}."
     schema = next(tool["function"].get("parameters", {}) for tool in tools if tool["function"]["name"] == call.name)
     missing = [name for name in schema.get("required", ()) if name not in call.arguments]
     unknown = [name for name in call.arguments if name not in schema.get("properties", call.arguments)]
     if missing or unknown:
-        said = [f"argument {name!r} is missing" for name in missing] + [f"there is no argument {name!r}" for name in unknown]
-        return f"error: {call.name}: {', '.join(said)}."
+        said = [f"argument {name!r} is missing" for name in missing] + [f"there is no argument {_short(name)}" for name in unknown]
+        more = [f"and {len(said) - MOST_NAMED} further faults"] if len(said) > MOST_NAMED else []
+        return f"error: {call.name}: {', '.join(said[:MOST_NAMED] + more)}."
     return ""
 
 
 def _from_json(body: str, start: int, end: int, key: str) -> Call:
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = _read(body)
+    except ValueError as error:
         return Call(start, end, error=f"{error} in {_short(body)}")
     function = value.get("function") if isinstance(value, dict) else None
     value = function if isinstance(function, dict) else value
@@ -150,17 +163,17 @@ def _from_json(body: str, start: int, end: int, key: str) -> Call:
     if isinstance(arguments, str):
         return _with_arguments(name, arguments, start, end)
     if not isinstance(arguments, dict):
-        return Call(start, end, name, error=f"the arguments of {name} are no object: {_short(body)}")
+        return Call(start, end, name, error=f"the arguments of {_short(name)} are no object: {_short(body)}")
     return Call(start, end, name, arguments)
 
 
 def _with_arguments(name: str, body: str, start: int, end: int) -> Call:
     try:
-        arguments = json.loads(body or "{}")
-    except (ValueError, RecursionError) as error:
+        arguments = _read(body or "{}")
+    except ValueError as error:
         return Call(start, end, name, error=f"{error} in {_short(body)}")
     if not isinstance(arguments, dict):
-        return Call(start, end, name, error=f"the arguments of {name} are no object: {_short(body)}")
+        return Call(start, end, name, error=f"the arguments of {_short(name)} are no object: {_short(body)}")
     return Call(start, end, name, arguments)
 
 
@@ -175,9 +188,68 @@ def _texts_of(name: str, tools: Sequence[Tool]) -> set[str]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return _read(text)
+    except ValueError:
         return text.strip()
+
+
+def _pairs(body: str) -> Iterator[tuple[str, str]]:
+    """Keys and values of a call of GLM's, as they stand; a key without a value is passed over."""
+    at = body.find(_KEY)
+    while at >= 0 and (key_end := body.find(_KEY_END, at)) >= 0:
+        opened = _BLANKS.match(body, key_end + len(_KEY_END))
+        value = opened.end() if opened is not None else key_end
+        if not body.startswith(_VALUE, value):
+            at = body.find(_KEY, key_end)
+            continue
+        if (value_end := body.find(_VALUE_END, value)) < 0:
+            return
+        yield body[at + len(_KEY) : key_end], body[value + len(_VALUE) : value_end]
+        at = body.find(_KEY, value_end)
+
+
+def _number(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{_short(digits)} is too large a number")
+    return number
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= (number := int(digits)) < 2**64:
+        raise ValueError(f"an integer of {len(digits)} characters is too large; give it as a text")
+    return number
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+_decoder = json.JSONDecoder(parse_int=_integer, parse_float=_number, parse_constant=_no_number)
+
+
+def _read(text: str) -> Any:
+    """JSON that all who handle a call can take. Raises ValueError."""
+    try:
+        value = _decoder.decode(text)
+        if depth_of(value) > MOST_DEPTH:
+            raise ValueError(f"more than {MOST_DEPTH} tables and lists in each other")
+        if "\\u" in text or not text.isascii():
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(f"more than {MOST_DEPTH} tables and lists in each other") from None
+    except UnicodeEncodeError:
+        raise ValueError("half of a character (a surrogate that stands alone)") from None
+    return value
+
+
+def depth_of(value: Any) -> int:
+    """How many tables and lists of a JSON value stand in each other."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 def _short(text: str) -> str:
