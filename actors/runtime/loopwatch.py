@@ -232,8 +232,3 @@ def _thread_row(label: bytes) -> Iterator[None]:
         with suppress(ValueError):  # the watch is over
             watch.rows[index * ROW_BYTES] = 0
         watch.free.append(index)
-
-
-def show_stacks() -> None:
-    """In a process whose parent keeps the time: its stacks go to stderr when the parent sends SHOW, before it ends it."""
-    faulthandler.register(SHOW, all_threads=True)
