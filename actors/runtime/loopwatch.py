@@ -63,6 +63,7 @@ class _Watch:
         self._process = subprocess.Popen(
             [*PYTHON, "actors.runtime.loopwatch_child"],
             stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             pass_fds=(rows, stacks),
             start_new_session=True,  # Ctrl-C is not for it, and it has work to do when our session is killed
             env={name: value for name, value in os.environ.items() if name != MARK},

@@ -197,7 +197,9 @@ async def test_a_hook_that_hangs_is_killed_while_others_go_on(sync_hook: str, tm
         assert await verifiers.score(sample("ok"), 20.0) == 2.0
 
 
-async def test_a_hook_that_stands_in_c_is_ended_with_its_stack_in_the_log(sync_hook: str, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_hook_that_stands_in_c_is_ended_with_its_stack_in_the_log(
+    sync_hook: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     async with pool(sync_hook) as verifiers:
         with pytest.raises(DeadlineExceeded):
             await verifiers.score(sample("stand"), 2.0)

@@ -119,6 +119,6 @@ _held: list[bool] = []
 async def backtracks(task: Task, session: Session) -> list[Trajectory]:
     """One turn. One sample of the sixth group holds up its worker then, in C, with the interpreter's lock."""
     said = await session.generate(task.prompt)
-    if int(task.group_id.lstrip("g")) == 5 and task.index == 1:
+    if task.sample_id == "g0000005/1":
         re.match(r"(a+)+$", "a" * 60 + "b")
     return [Trajectory(task.prompt, [said])]

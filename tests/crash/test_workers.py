@@ -163,22 +163,25 @@ def test_a_worker_that_stayed_takes_the_settings_of_the_next_start(run_of: Launc
     judge(run, steps=run.saved())
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["ours", "joined"])
+@pytest.mark.parametrize("joined", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ours", "joined"])
 def test_a_sample_that_holds_up_its_worker_in_c_ends_two_of_them_and_the_run_goes_on(
     joined: bool, run_of: Launch
 ) -> None:
     """It never walks on: the third that is given it buries it, with the place."""
+    program = "tests.crash.episode.backtracks"
     run = run_of({
         "sglang": {"num_generation_workers": 1 if joined else 2, "sglang_server_concurrency": 8},
-        "rollout": {"num_rollout": 12, "custom_generate_function_path": "tests.crash.episode.backtracks"},
+        "rollout": {"num_rollout": 12, "custom_generate_function_path": program},
         "launch": {"loop_deadline_s": 8.0},
     })  # fmt: skip
     run.start()
     if joined:
         run.until_step(0)
-        program = ("--custom-generate-function-path", "tests.crash.episode.backtracks")
-        run.beside("worker", "--name", "guest", "--run", run.dir.name, *program, log="guest.log")
+        given = ("--custom-generate-function-path", program)
+        guest = run.beside("worker", "--name", "guest", "--run", run.dir.name, *given, log="guest.log")
     run.finish()
+    if joined:
+        assert guest.wait(120) in (0, -signal.SIGKILL), (run.home / "guest.log").read_text()[-2000:]
     judge(run)
     server = run.server()
     try:
