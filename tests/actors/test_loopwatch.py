@@ -13,8 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from actors.reward.pool import VerifierPool
+from actors.reward.sample import Sample
 from actors.runtime.loopwatch_child import Look, Row, Work, blamed, counted, loads, places
 from bus import Bus
+from bus.errors import DeadlineExceeded
 from bus.messages.samples import RolloutDone, RolloutLost
 from bus.streams.absent import deaths_of
 from bus.topology import DEAD, PROMPTS, ROLLOUTS
@@ -212,3 +215,16 @@ def test_the_sample_whose_code_computes_is_blamed() -> None:
     assert blamed([loop, thread], {1: 0.1, 7: 1.9}, 2.0) == thread.work, "the loop waits for the interpreter's lock"
     assert blamed([None, thread], {7: 0.1}, 2.0) is None, "a tool that waits holds up nobody"
     assert blamed([loop, None], {1: 0.1, 9: 1.9}, 2.0) is None, "a thread of nobody's"
+
+
+async def test_a_verifier_that_stands_in_c_is_ended_with_its_stack_in_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hook = tmp_path / "standing.py"
+    hook.write_text("import re\n\ndef hook(sample):\n    return re.match(sample['label'], sample['response']) is None\n")
+    stands = Sample(sample_id="g1/0", prompt="p", response="a" * 60 + "b", label="(a+)+$")
+    async with VerifierPool(f"{hook}:hook", n_workers=1, boot_deadline_s=30.0) as verifiers:
+        with pytest.raises(DeadlineExceeded):
+            await verifiers.score(stands, 2.0)
+        assert await verifiers.score(msgspec.structs.replace(stands, label="x"), 30.0) == 1.0
+    assert f'File "{hook}", line 4 in hook' in capfd.readouterr().err
