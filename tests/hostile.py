@@ -111,9 +111,9 @@ def _stopped(text: str) -> None:
     """In eight chunks, and all at once."""
 
     def decode(tokens: Sequence[int]) -> str:
-        return "".join(map(chr, tokens))
+        return bytes(tokens).decode(errors="replace")
 
-    tokens, stops = [*map(ord, text)], ("stop\n\n", "aaab")
+    tokens, stops = [*text.encode(errors="replace")], ("stop\n\n", "aaab")
     watch = watching(decode, stops)
     for n in range(1, 9):
         watch(tokens[: len(tokens) * n // 8])
