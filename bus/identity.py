@@ -23,6 +23,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     run_seed: int = 0
     heartbeat_s: float = 2.0
     drain_timeout_s: float = 30.0
+    loop_deadline_s: float = 0.0
     run_dir: str = ""
     release: str = ""
 

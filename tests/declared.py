@@ -55,4 +55,4 @@ def data_of(**own: Any) -> DataSpec:
 
 def actor_of(**own: Any) -> ActorSpec:
     """What every actor is told."""
-    return told(ActorSpec, Flat({**PLAIN, "heartbeat_s": 1.0, "drain_timeout_s": 20.0}), **own)
+    return told(ActorSpec, Flat({**PLAIN, "heartbeat_s": 1.0, "drain_timeout_s": 20.0, "loop_deadline_s": 0.0}), **own)

@@ -99,7 +99,7 @@ class Worker:
                 tasks.create_task(self._follow_orders(tail, stop))
                 tasks.create_task(self._keep_engine(stop))
                 tasks.create_task(self._pace.follow(self._consumer.reader, stop))
-                beside = [tasks.create_task(self._programs.watch())]
+                beside: list[asyncio.Task[None]] = []
                 if self._worlds is not None:
                     await self._worlds.open()
                     beside.append(tasks.create_task(self._worlds.follow()))

@@ -6,6 +6,7 @@ place of the template; an answer without a score is a failure, never a 0.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -82,11 +83,11 @@ class JudgeScorer(Service):
             self._url, body, sample.sample_id, deadline_s, what="judgement", kind=_Answer, gives="completion"
         )
         said = answer.choices[0].message.content or ""
-        found = _SCORE.findall(said)
-        if not found:
+        number, of = (_SCORE.findall(said) or [("nan", "")])[-1]
+        score = float(number) / (float(of or 0) or LARGEST)
+        if not math.isfinite(score):
             raise ScorerFailed(f"judge {shown(self._url)} named no score for {sample.sample_id}: {said[-200:]!r}")
-        number, of = found[-1]
-        return max(0.0, min(1.0, float(number) / (float(of or 0) or LARGEST)))
+        return max(0.0, min(1.0, score))
 
 
 def read_template(path: str) -> str:

@@ -18,10 +18,11 @@ from actors.reward.sample import Sample, SampleGroup, ScorerFailed
 from actors.reward.wire import MAX_FRAME_BYTES, Answer, Ask, Cancel, Ready, decode_from_verifier, frame
 from actors.runtime.child import PYTHON
 from actors.runtime.leftovers import MARK, end_below, end_marked, new_mark
+from actors.runtime.loopwatch_child import SHOW
 from bus.errors import UNREADABLE, DeadlineExceeded, InvariantBroken
 
 SECRETS = ("MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_ENGINE_TOKEN", "MILES_ASYNC_JUDGE_KEY")
-CANCEL_GRACE_S = 1.0
+CANCEL_GRACE_S, SHOWN_S = 1.0, 0.2
 KILL_DEADLINE_S = 5.0
 
 
@@ -89,6 +90,7 @@ class VerifierProcess:
                 return await future
         except TimeoutError:
             if not (self.is_async and await self._cancelled(number)):
+                await self._show()
                 await self.kill()
             raise DeadlineExceeded(
                 f"scoring {sample.sample_id} with {self._path} took longer than {deadline_s:g} s"
@@ -102,6 +104,13 @@ class VerifierProcess:
         if not self.alive:
             future.set_exception(Bystander())
         return number, future
+
+    async def _show(self) -> None:
+        """In this actor's log: what it is in, also where that is a call in C which lets no other thread run."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, SHOW)
+            await asyncio.sleep(SHOWN_S)
 
     async def _cancelled(self, number: int) -> bool:
         """Did the hook let go of the question when asked to?"""

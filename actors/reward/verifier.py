@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import inspect
 import json
 import os
@@ -22,6 +23,7 @@ from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, f
 from actors.runtime.child import adopt_orphans, die_with_parent
 from actors.runtime.contained import contained, named
 from actors.runtime.hooks import awaited, load_hook, own_pipes, read_frame
+from actors.runtime.loopwatch_child import SHOW
 from actors.runtime.miles import reward_of
 from actors.runtime.priority import lower_to
 from bus.errors import printable
@@ -40,6 +42,8 @@ def main() -> None:
     """Serve until the parent closes the pipe."""
     hook_path, parent = sys.argv[1], int(sys.argv[2])
     _end_with(parent)
+    faulthandler.enable()
+    faulthandler.register(SHOW)
     lower_to(int(os.environ.get(NICE, "0")))
     asks, answers = own_pipes()
     try:

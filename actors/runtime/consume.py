@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -24,6 +24,7 @@ from actors.runtime.content import fault_of, lost_of
 from actors.runtime.context import Context
 from actors.runtime.deadline import followed, within
 from actors.runtime.faultpoints import fault_point
+from actors.runtime.loopwatch import Work, reads, working
 from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
 from bus import Commit, Entry, Out, Reader, Stream
@@ -33,12 +34,14 @@ from bus.ledger import EVAL_GROUPS
 from bus.messages.control import DeadLetter
 from bus.messages.groups import OpenGroup, index_of
 from bus.messages.samples import RolloutLost
+from bus.streams.absent import deaths_of, forget_deaths
 from bus.topology import DEAD
 
-Handler = Callable[[Entry, Any], Awaitable[Commit | None]]
+Handler = Callable[[Entry, Any], Coroutine[Any, Any, Commit | None]]
 OnDead = Callable[[Entry, Any, str], Awaitable[Commit]]  # what must follow a dead entry, so that its group still closes
 # Not about an entry: the room ends, its entries stay pending.
 STOPS = (BusUnreachable, BusFull, BusWentBack, InvariantBroken, RunEnds)
+MOST_DEATHS = 2  # of processes that the watch over their loops (loopwatch.py) knows an entry to have caused
 TRUSTED = 2  # deliveries, after which an entry is on trial
 AT_A_TRIAL = {3: 8, 4: 2}  # entries at once by deliveries; later one, and nothing beside it
 
@@ -91,6 +94,7 @@ class Consumer:
     async def leased(self, free: Callable[[], int] = lambda: 64) -> AsyncIterator[None]:
         """The reader open and its leases kept meanwhile; what the dead left is taken over as far as there is room."""
         await self.reader.open()
+        reads([stream.name for stream in self.reader.streams], self.reader.readers, self.reader.me)
         try:
             async with followed(lambda stop: keep_leases(self._context, self.reader, stop, free)):
                 yield
@@ -226,7 +230,7 @@ class Consumer:
         try:
             with contained():
                 message = await self._message(entry)
-                commit = await handler(entry, message)
+                commit = await working(Work(entry.stream.name, entry.id, _name(entry)), handler(entry, message))
         except STOPS:
             raise
         except Exception as error:  # noqa: BLE001 - unknown means poison; the dead letter keeps the traceback
@@ -247,6 +251,10 @@ class Consumer:
         begun = self._delivered(entry)
         if begun > self._context.bus.config.max_deliveries and not self._holds:
             raise Poison(f"delivered {begun} times without an acknowledgement")
+        if begun > 1 and not self._holds:
+            deaths, why = await deaths_of(self._context.bus, _name(entry))
+            if deaths >= MOST_DEATHS:
+                raise Poison(f"it ended {deaths} processes that worked on it. The last one: {why}")
         message = await self._context.bus.message(entry)
         if fault := fault_of(message, self._vocabulary):
             raise _Faulty(message, f"message on stream {entry.stream.name}: {fault}")
@@ -299,6 +307,8 @@ class Consumer:
         commit = msgspec.structs.replace(follow, ack=(entry, *follow.ack), append=(Out(DEAD, dead), *follow.append))
         if not await self.commit(commit):
             return  # a peer finished it: there is no letter
+        if entry.deliveries > 1:
+            await forget_deaths(context.bus, _name(entry))
         context.count("dead_letters")
         reason = "malformed" if isinstance(error, BadMessage) else "failed"
         name = dead.sample_id or dead.group_id or entry.id
@@ -344,6 +354,11 @@ def letter(context: Context, entry: Entry, error: Exception) -> DeadLetter:
         traceback="".join(traceback.format_exception(error)),
         wall=context.clock.wall(),
     )
+
+
+def _name(entry: Entry) -> str:
+    """By which its deaths are known: a sample that was parked goes on as another entry."""
+    return entry.fields.get("id") or f"{entry.stream.name}/{entry.id}"
 
 
 def _key(entry: Entry) -> tuple[str, str]:

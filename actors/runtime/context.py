@@ -39,6 +39,7 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     run_seed: int = 0
     heartbeat_s: float
     drain_timeout_s: float
+    loop_deadline_s: float  # 0 = nobody watches the loop
     run_dir: str = ""
     release: str = ""
     room: dict[str, Any] = {}

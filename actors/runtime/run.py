@@ -32,6 +32,7 @@ from actors.runtime.deadline import within
 from actors.runtime.drain import drain_watch
 from actors.runtime.leftovers import ends_with_us
 from actors.runtime.loop import run_loop
+from actors.runtime.loopwatch import watched
 from actors.runtime.priority import ACTOR_NICE, lower_to
 from actors.runtime.refusals import Refused, RunEnds
 from actors.runtime.usage import tell_usage
@@ -70,8 +71,9 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
 
 
 async def run_process(spec: ActorSpec, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:
-    """`run_actor` in a process that is the actor's own: what code of the user's starts there ends with it."""
-    async with ends_with_us():
+    """`run_actor` in a process that is the actor's own: what code of the user's starts there ends with it, and its loop is
+    watched."""
+    async with ends_with_us(), watched(spec):
         return await run_actor(spec, room, body)
 
 

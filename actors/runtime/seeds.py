@@ -9,7 +9,7 @@ import random
 def seed_for(run_seed: int, *stable_id: object) -> int:
     """A 63-bit seed for one decision."""
     text = "/".join(map(str, (run_seed, *stable_id)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1
 
 
 def rng_for(run_seed: int, *stable_id: object) -> random.Random:

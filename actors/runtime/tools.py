@@ -1,29 +1,30 @@
 """Tools that ship: a calculator, a search over local texts, Python in the sandbox. What a model may call, and what answers.
 
-Always true: a call gets a text, at most `ANSWER_CHARS` long; whatever is wrong with it is told in that text, for the model.
+Always true: a call gets a text, at most `ANSWER_CHARS` long; whatever is wrong with it is told in that text, for the model. No tool
+runs in the worker's own process: what does not end there ends with its process, by a deadline, and nobody else waits for it.
 """
 
 from __future__ import annotations
 
-import ast
+import asyncio
 import json
-import math
-import operator
-import re
-from collections import Counter
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
+from functools import partial
 from typing import Any, Self
 
 import msgspec
 
+from actors.runtime import child
+from actors.runtime.child import STDERR, die_with_parent
+from actors.runtime.hooks import framed
 from actors.runtime.run import Refused
 from actors.runtime.sandbox import Sandbox
 
 ANSWER_CHARS = 4000
-MAX_BITS = 4096  # of a number that the calculator handles
-MAX_EXPRESSION = 500  # characters
+BOOT_S = 60.0  # of the tools' process: it reads the corpus
+CALL_S = 5.0  # of one call there
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -67,15 +68,9 @@ class Toolbox:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        if "calculator" in self._names:
-            self._calls["calculator"] = _calculator
-        if "search" in self._names:
-            passages = Passages(read_passages(self._corpus))
-
-            async def search(query: str) -> str:
-                return "\n\n".join(passages.best(query)) or "nothing found"
-
-            self._calls["search"] = search
+        if apart := [name for name in self._names if name != "python"]:
+            process = await self._stack.enter_async_context(ToolProcess(self._corpus if "search" in apart else None))
+            self._calls |= {name: partial(process.call, name) for name in apart}
         if "python" in self._names:
             sandbox = await self._stack.enter_async_context(Sandbox(deadline_s=self._python_deadline_s))
 
@@ -92,119 +87,76 @@ class Toolbox:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The answer to a call whose name and arguments fit `specs`."""
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-        answer = await self._calls[name](**texts)
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in arguments.values()]
+        answer = await self._calls[name](*(text.encode(errors="replace").decode() for text in texts))
         return answer if len(answer) <= ANSWER_CHARS else f"{answer[:ANSWER_CHARS]}... ({len(answer)} characters)"
 
 
-# -- calculator ---------------------------------------------------------------------------------------------------------
+class ToolProcess:
+    """The calculator and the search, in a process of their own (tools_child.py), which is started anew when it was ended. Use as
+    `async with`; entering raises Refused."""
 
-_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
-}  # fmt: skip
-_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "abs": abs, "min": min, "max": max, "round": round, "sqrt": math.sqrt, "exp": math.exp, "log": math.log, "sin": math.sin,
-    "cos": math.cos, "tan": math.tan, "floor": math.floor, "ceil": math.ceil, "gcd": math.gcd, "factorial": math.factorial,
-}  # fmt: skip
-_CONSTANTS = {"pi": math.pi, "e": math.e}
+    def __init__(self, corpus: str | None, *, call_s: float = CALL_S) -> None:
+        self._corpus, self._call_s = corpus, call_s
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
 
+    async def __aenter__(self) -> Self:
+        async with self._turn:
+            await self._ready()
+        return self
 
-async def _calculator(expression: str) -> str:
-    return calculate(expression)
+    async def __aexit__(self, *exc: object) -> None:
+        await self._end()
 
+    async def call(self, name: str, argument: str) -> str:
+        """A tool's answer; one that does not come in time, or died of the call, is told in its place."""
+        async with self._turn:
+            try:
+                process = await self._ready()
+                async with asyncio.timeout(self._call_s):
+                    assert process.stdin is not None
+                    process.stdin.write(framed(msgspec.msgpack.encode((name, argument))))
+                    await process.stdin.drain()
+                    return await _said(process)
+            except TimeoutError:
+                await self._end()
+                return f"error: {name} did not answer within {self._call_s:g} s"
+            except (asyncio.IncompleteReadError, ConnectionError):
+                await self._end()
+                return f"error: {name} ended without an answer"
+            except BaseException:  # its answer would be taken for the next call's
+                await self._end()
+                raise
 
-def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, or what is wrong with it. Nothing is executed: the expression is parsed and only
-    numbers, operators, brackets and a few functions are known."""
-    if len(expression) > MAX_EXPRESSION:
-        return f"error: the expression is longer than {MAX_EXPRESSION} characters"
-    try:
-        value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
-        if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-            value = int(value)
-        return str(value)
-    except ZeroDivisionError:
-        return "error: division by zero"
-    except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        return f"error: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    async def _ready(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(*child.PYTHON, "actors.runtime.tools_child", *([] if self._corpus is None else [self._corpus])),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=STDERR,
+                env={key: value for key, value in os.environ.items() if not key.startswith("MILES_ASYNC_")},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+            async with asyncio.timeout(BOOT_S):
+                refused = await _said(process)
+            if refused:
+                raise Refused(refused)
+        return self._process
 
-
-def _value(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return _small(value)
-        case ast.Name(id=name) if name in _CONSTANTS:
-            return _CONSTANTS[name]
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
-            return _UNARY[type(op)](_value(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            a, b = _value(left), _value(right)
-            if isinstance(op, ast.Pow) and isinstance(a, int) and isinstance(b, int) and a.bit_length() * abs(b) > MAX_BITS:
-                raise OverflowError("the number is too large")
-            return _small(_BINARY[type(op)](a, b))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-            values = [_value(arg) for arg in args]
-            if name == "factorial" and values and values[0] > 300:
-                raise OverflowError("the number is too large")
-            return _small(_FUNCTIONS[name](*values))
-    raise ValueError(f"cannot calculate {ast.unparse(node)[:40]!r}")
-
-
-def _small(value: Any) -> Any:
-    if isinstance(value, complex):
-        raise ValueError("the result is not a real number")
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise OverflowError("the number is too large")
-    return value
-
-
-# -- search -------------------------------------------------------------------------------------------------------------
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
-def read_passages(path: str) -> list[str]:
-    """JSONL with a column `text`, or any text file, cut at blank lines. Refused when there is nothing to read."""
-    try:
-        content = Path(path).read_text(encoding="utf-8")
-        if path.endswith(".jsonl"):
-            found = [str(json.loads(line)["text"]) for line in content.splitlines() if line.strip()]
-        else:
-            found = [part.strip() for part in re.split(r"\n\s*\n", content) if part.strip()]
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise Refused(
-            f"--tool-corpus {path!r} cannot be read: {type(error).__name__}: {error}. Give a text file, or JSONL with a column "
-            "'text'."
-        ) from error
-    if not found:
-        raise Refused(f"--tool-corpus {path!r} holds no passage.")
-    return found
-
-
-class Passages:
-    """Passages ranked by Okapi BM25 (Robertson and Zaragoza 2009, k1 = 1.5, b = 0.75)."""
-
-    def __init__(self, passages: Sequence[str]) -> None:
-        self._passages = passages
-        counted = [Counter(_words(passage)) for passage in passages]
-        self._mean = sum(map(Counter.total, counted)) / len(counted) or 1.0
-        self._lengths = [words.total() for words in counted]
-        self._holding: dict[str, list[tuple[int, int]]] = {}  # word -> (passage, how often)
-        for index, words in enumerate(counted):
-            for word, n in words.items():
-                self._holding.setdefault(word, []).append((index, n))
-
-    def best(self, query: str, most: int = 3) -> list[str]:
-        """The passages that fit best, best first; equal ones in their order."""
-        scores: Counter[int] = Counter()
-        for word in set(_words(query)):
-            holding = self._holding.get(word, [])
-            weight = math.log(1 + (len(self._passages) - len(holding) + 0.5) / (len(holding) + 0.5))
-            for index, n in holding:
-                scores[index] += weight * n * 2.5 / (n + 1.5 * (0.25 + 0.75 * self._lengths[index] / self._mean))  # type: ignore[assignment]
-        ranked = sorted(scores, key=lambda index: (-scores[index], index))
-        return [self._passages[index] for index in ranked[:most]]
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+async def _said(process: asyncio.subprocess.Process) -> str:
+    """The next frame. Raises IncompleteReadError at the end of the pipe."""
+    assert process.stdout is not None
+    size = int.from_bytes(await process.stdout.readexactly(4), "little")
+    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=str)

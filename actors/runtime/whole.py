@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.runtime.contained import as_exception, named, text_of
 from actors.runtime.hooks import awaited, load_hook
+from actors.runtime.loopwatch import in_thread
 from actors.runtime.refusals import Row, RunEnds
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def called(hook: Any, args: tuple[Any, ...], *, waits: bool = True) -> asyncio.F
     else it is returned as it is."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
-    threading.Thread(target=_run, args=(hook, args, waits, loop, done), daemon=True).start()
+    threading.Thread(target=_run, args=(in_thread(hook), args, waits, loop, done), daemon=True).start()
     return done
 
 

@@ -78,6 +78,11 @@ class Keys(msgspec.Struct, frozen=True):
         return self._key("names")
 
     @property
+    def deaths(self) -> str:
+        """Hash of work that has ended the process it was in: how often, and why (absent.py)."""
+        return self._key("deaths")
+
+    @property
     def identity(self) -> str:
         """What run this is: JSON of the settings that must not differ when it is joined again."""
         return self._key("identity")

@@ -57,8 +57,8 @@ class Reader:
 
     def __init__(self, bus: Bus, streams: Sequence[Stream], readers: str, me: str) -> None:
         self._bus = bus
-        self._streams = tuple(streams)
-        self._readers = readers
+        self.streams = tuple(streams)
+        self.readers = readers
         self.me = me
         self._wire = Wire(bus.config.url)
         self._restarts_seen = bus.link.server_restarts
@@ -70,8 +70,8 @@ class Reader:
 
     async def open(self) -> None:
         """Create the consumer groups if need be."""
-        for stream in self._streams:
-            await self._bus.ensure_readers(stream, self._readers)
+        for stream in self.streams:
+            await self._bus.ensure_readers(stream, self.readers)
 
     async def close(self) -> None:
         """Close the connection; held entries stay pending for their next owner."""
@@ -96,23 +96,23 @@ class Reader:
                 return entries
         self.recovered = True
         count = max(1, min(count, int(READ_BYTES / self._mean_bytes)))
-        limits = [(stream, count) for stream in self._streams] if wanted is None else wanted
+        limits = [(stream, count) for stream in self.streams] if wanted is None else wanted
         if limits and (len(limits) > 1 or block_s <= 0):
             keys = [self._bus.keys.stream(stream.name) for stream, _ in limits]
             most = [min(count, most) for _, most in limits]
-            if found := await self._take(["EVAL", _FIRST, len(keys), *keys, self._readers, self.me, *most]):
+            if found := await self._take(["EVAL", _FIRST, len(keys), *keys, self.readers, self.me, *most]):
                 return found
         if block_s <= 0 or not limits:
             return []
         keys = [self._bus.keys.stream(stream.name) for stream, _ in limits]
         few = max(1, count // len(limits))
-        command = ("XREADGROUP", "GROUP", self._readers, self.me, "COUNT", few, "BLOCK", int(block_s * 1000), "STREAMS", *keys)
+        command = ("XREADGROUP", "GROUP", self.readers, self.me, "COUNT", few, "BLOCK", int(block_s * 1000), "STREAMS", *keys)
         return await self._take([*command, *[">"] * len(keys)], block_s)
 
     async def unread_s(self, stream: Stream) -> float:
         """Seconds that the oldest entry of a stream has waited without a reader; 0 when there is none."""
         key = self._bus.keys.stream(stream.name)
-        return int(await self._bus.link.run("EVAL", _OLDEST, 1, key, self._readers)) / 1000
+        return int(await self._bus.link.run("EVAL", _OLDEST, 1, key, self.readers)) / 1000
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """These are finished (committed, moved or given away)."""
@@ -140,7 +140,7 @@ class Reader:
             mine = await self._deliveries(key, [e.id for e in group])
             keep = [e for e in group if e.id in mine]
             if keep:  # JUSTID: resets idle, keeps the delivery count
-                await self._bus.link.run("XCLAIM", key, self._readers, self.me, 0, *(e.id for e in keep), "JUSTID")
+                await self._bus.link.run("XCLAIM", key, self.readers, self.me, 0, *(e.id for e in keep), "JUSTID")
             gone = [e for e in group if e.id not in mine and (name, e.id) in self.held]  # not what we finished meanwhile
             lost |= {e.id for e in gone}
             self.forget(gone)
@@ -150,7 +150,7 @@ class Reader:
         """Set the server's delivery counts of entries that are held here; their leases are renewed."""
         for entry, count in deliveries:
             key = self._bus.keys.stream(entry.stream.name)
-            await self._bus.link.run("XCLAIM", key, self._readers, self.me, 0, entry.id, "RETRYCOUNT", count, "JUSTID")
+            await self._bus.link.run("XCLAIM", key, self.readers, self.me, 0, entry.id, "RETRYCOUNT", count, "JUSTID")
 
     async def _deliveries(self, key: str, entry_ids: Sequence[str]) -> dict[str, int]:
         """How often each entry between the first and the last of these ids that is still pending under our name was delivered."""
@@ -158,7 +158,7 @@ class Reader:
         counts: dict[str, int] = {}
         start = ids[0]
         while True:
-            rows = await self._bus.link.run("XPENDING", key, self._readers, start, ids[-1], 500, self.me)
+            rows = await self._bus.link.run("XPENDING", key, self.readers, start, ids[-1], 500, self.me)
             counts |= {text_of(row[0]): int(row[3]) for row in rows}
             if len(rows) < 500:
                 return counts
@@ -167,13 +167,13 @@ class Reader:
     async def claim(self, idle_s: float, count: int = 64) -> list[Entry]:
         """Take over up to `count` entries that no living owner has renewed for `idle_s`."""
         claimed: list[Entry] = []
-        for stream in self._streams:
+        for stream in self.streams:
             key = self._bus.keys.stream(stream.name)
             cursor = "0-0"
             # One call looks at 10 * COUNT pending entries; behind a long row of living ones the dead come later.
             while len(claimed) < count:
                 reply = await self._bus.link.run(
-                    *("XAUTOCLAIM", key, self._readers, self.me, int(idle_s * 1000), cursor),
+                    *("XAUTOCLAIM", key, self.readers, self.me, int(idle_s * 1000), cursor),
                     *("COUNT", count - len(claimed)),
                 )
                 raw = [r for r in reply[1] if r is not None and r[1] is not None]
@@ -188,7 +188,7 @@ class Reader:
         """Pending entries of ours that nobody here works on. Listed first and claimed then, because reading them back
         would raise the delivery count of the held ones too."""
         found: list[Entry] = []
-        for stream in self._streams:
+        for stream in self.streams:
             key = self._bus.keys.stream(stream.name)
             start = "-"
             while len(found) < count:
@@ -199,13 +199,13 @@ class Reader:
                 ids = [text_of(row[0]) for row in rows if (stream.name, text_of(row[0])) not in self.held]
                 ids = ids[: count - len(found)]
                 if ids:
-                    raw = await self._bus.link.run("XCLAIM", key, self._readers, self.me, 0, *ids)
+                    raw = await self._bus.link.run("XCLAIM", key, self.readers, self.me, 0, *ids)
                     found += await self._hold(stream, [r for r in raw if r and r[1]], with_deliveries=True)
         return found
 
     async def _pending_rows(self, key: str, start: str) -> list[Any]:
         try:
-            rows: list[Any] = await self._bus.link.run("XPENDING", key, self._readers, start, "+", 100, self.me)
+            rows: list[Any] = await self._bus.link.run("XPENDING", key, self.readers, start, "+", 100, self.me)
         except InvariantBroken as error:
             if "NOGROUP" not in str(error):
                 raise
@@ -214,12 +214,12 @@ class Reader:
         return rows
 
     async def _take(self, command: list[Any], block_s: float = 0.0) -> list[Entry]:
-        raw = _by_stream(await self._bus.link.retry(lambda: self._call(command, block_s)), self._streams)
+        raw = _by_stream(await self._bus.link.retry(lambda: self._call(command, block_s)), self.streams)
         found: list[Entry] = []
         for name, rows in raw.items():
             # A server that lost its last second delivers anew what is held here: it is pending again, and that is all.
             fresh = [row for row in rows if (name, text_of(row[0])) not in self.held]
-            found += await self._hold(next(stream for stream in self._streams if stream.name == name), fresh)
+            found += await self._hold(next(stream for stream in self.streams if stream.name == name), fresh)
         for entry in found:
             self._mean_bytes += 0.1 * (entry.size + 256 - self._mean_bytes) if not entry.blob else 0.0
         return found
@@ -228,7 +228,7 @@ class Reader:
         counts: dict[str, int] = {}
         if with_deliveries and rows:
             counts = await self._deliveries(self._bus.keys.stream(stream.name), [text_of(row[0]) for row in rows])
-        entries = [make_entry(stream, self._readers, row, counts.get(text_of(row[0]), 1)) for row in rows]
+        entries = [make_entry(stream, self.readers, row, counts.get(text_of(row[0]), 1)) for row in rows]
         for entry in entries:
             self.held[(stream.name, entry.id)] = entry
         return entries

@@ -82,5 +82,6 @@ def _told(known: Identity) -> dict[str, object]:
     """What a worker goes by, by name. Of another release the doctor speaks."""
     bus = {f"bus.{key}": value for key, value in known.bus.items() if key not in ELSEWHERE}
     worker = {key: value for key, value in known.worker.items() if key not in LIVE}
-    more = {"run_seed": known.run_seed, "heartbeat_s": known.heartbeat_s, "drain_timeout_s": known.drain_timeout_s}
+    own = ("run_seed", "heartbeat_s", "drain_timeout_s", "loop_deadline_s")
+    more = {name: getattr(known, name) for name in own}
     return bus | worker | more

@@ -165,6 +165,7 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
         run_seed=known.run_seed,
         heartbeat_s=known.heartbeat_s,
         drain_timeout_s=known.drain_timeout_s,
+        loop_deadline_s=known.loop_deadline_s,
         release=__version__,
         run_dir=known.run_dir if is_private(Path(known.run_dir)) else tempfile.mkdtemp(prefix="miles_async-"),
         room=room,

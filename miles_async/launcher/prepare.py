@@ -321,6 +321,7 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
         run_seed=settings.rollout.rollout_seed,
         heartbeat_s=settings.launch.heartbeat_s,
         drain_timeout_s=settings.launch.drain_timeout_s,
+        loop_deadline_s=settings.launch.loop_deadline_s,
         run_dir=place.run_dir,
         release=__version__,
     )

@@ -97,7 +97,7 @@ MARKS += ("<function=", "</function>", "<parameter=", "</parameter>", "<|message
 MARKS += ("<|tool_call_start|>", "<|tool_call_end|>")
 names = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
 texts = st.text(st.characters(exclude_characters="<>`｜"))
-objects = st.dictionaries(names, st.one_of(st.integers(), st.booleans(), texts, st.none()))
+objects = st.dictionaries(names, st.one_of(st.integers(-(2**63), 2**64 - 1), st.booleans(), texts, st.none()))
 
 
 @given(name=names, arguments=objects, before=st.text(st.characters(exclude_characters="<{`")))

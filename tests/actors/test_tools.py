@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.runtime.calculator import calculate
 from actors.runtime.run import Refused
-from actors.runtime.tools import ANSWER_CHARS, Passages, Toolbox, calculate, read_passages
+from actors.runtime.tools import ANSWER_CHARS, Toolbox, ToolProcess
+from actors.runtime.tools_child import Passages, read_passages
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,13 @@ from actors.runtime.tools import ANSWER_CHARS, Passages, Toolbox, calculate, rea
         ("1/0", "error: division by zero"),
         ("9**9**9", "error: the number is too large"),
         ("factorial(10**6)", "error: the number is too large"),
+        ("round(5,-10**9)", "error: round keeps at most 1000 digits"),
+        ("round(5, 10**9)", "error: round keeps at most 1000 digits"),
+        ("round(1234.5678, 2)", "1234.57"), ("round(1250, -2)", "1200"), ("round(2.5)", "2"),
+        ("1**10**9 + 0**999 + (-1)**(10**6+1)", "0"), ("2**-(10**9)", "error: the number is too large"),
+        ("1e999", "error: the number is too large"), ("1e999-1e999", "error: the number is too large"),
+        ("((((2**64)**64)**64)**64)**64", "error: the number is too large"), ("9" * 480 + "*9", str(int("9" * 480) * 9)),
+        ("gcd(2**2000, 6**900)", str(2**900)), ("1<<9**9", "error: cannot calculate '1 << 9 ** 9'"),
         ("(-8)**0.5", "error: the result is not a real number"),
         ("__import__('os').system('true')", "error: cannot calculate \"__import__('os').system('true')\""),
         ("'a'*9", "error: cannot calculate \"'a'\""),
@@ -61,6 +70,34 @@ async def test_each_tool_answers_in_text_within_bounds(tmp_path: Path) -> None:
         )
     assert answers[0] == "4" and answers[1].endswith("ZeroDivisionError: division by zero")
     assert len(answers[2]) < ANSWER_CHARS + 30 and answers[3] == "ended: output" and answers[4] == "(no output)"
+
+
+async def test_a_tool_that_never_returns_costs_its_call_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As int.__round__ did not for the calculator of before: in C, with the interpreter's lock."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nimport actors.runtime.calculator as c\nc._FUNCTIONS = dict(c._FUNCTIONS, round=round, exp=os._exit)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    async with ToolProcess(None, call_s=2.0) as process:
+        held = asyncio.create_task(process.call("calculator", "round(5,-10**9)"))
+        turns = 0
+        while not held.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        assert held.result() == "error: calculator did not answer within 2 s" and turns > 20
+        assert await process.call("calculator", "exp(3)") == "error: calculator ended without an answer"
+        assert await process.call("calculator", "1+1") == "2"
+        asked = asyncio.create_task(process.call("calculator", "2+2"))
+        await asyncio.sleep(0)
+        asked.cancel()  # its answer is nobody's
+        assert await process.call("calculator", "3+3") == "6"
+
+
+async def test_a_query_with_half_a_character_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("a passage")
+    async with Toolbox(["calculator", "search"], corpus=str(tmp_path / "c.txt")) as tools:
+        assert await tools.call("search", {"query": "\ud800 passage"}) == "a passage"
+        assert (await tools.call("calculator", {"expression": "\ud800"})).startswith("error: ")
 
 
 @pytest.mark.parametrize(("names", "corpus", "says"), [(["oracle"], "", "no such"), (["search"], "gone.txt", "cannot be read")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -113,3 +114,11 @@ def holds(args: Any, groups: list[Any]) -> None:
 
 HELD, HOLD_S = "the third batch is held", 12.0
 _held: list[bool] = []
+
+
+async def backtracks(task: Task, session: Session) -> list[Trajectory]:
+    """One turn. One sample of the sixth group holds up its worker then, in C, with the interpreter's lock."""
+    said = await session.generate(task.prompt)
+    if task.sample_id == "g0000005/1":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    return [Trajectory(task.prompt, [said])]

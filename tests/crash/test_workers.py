@@ -10,7 +10,7 @@ import pytest
 
 from actors.trainer.record import read_record
 from bus import Bus, ledger
-from bus.topology import PREFIXES, PROMPTS
+from bus.topology import DEAD, PREFIXES, PROMPTS
 from tests.crash.conftest import Launch
 from tests.crash.house import Run, until
 from tests.crash.judge import judge
@@ -22,6 +22,10 @@ TWO: dict[str, dict[str, Any]] = {
     "sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8},
     "rollout": {"num_rollout": 30},
 }
+
+
+async def letters(bus: Bus) -> list[Any]:
+    return [await bus.message(entry) for entry in await bus.scan_all(DEAD)]
 
 
 def until_it_works(run: Run, name: str) -> None:
@@ -61,7 +65,9 @@ def test_the_only_engine_dies(run_of: Launch) -> None:
     judge(run)
     records = map(read_record, (run.home / "batches").iterdir())
     lengths = {m.rollout.response.n_tokens for record in records for group in record.groups for m in group.samples}
-    assert lengths == {run.setting("rollout", "rollout_max_response_len")}, "an answer that broke off was taken for a whole one"
+    assert lengths == {run.setting("rollout", "rollout_max_response_len")}, (
+        "an answer that broke off was taken for a whole one"
+    )
 
 
 @pytest.mark.slow
@@ -155,3 +161,35 @@ def test_a_worker_that_stayed_takes_the_settings_of_the_next_start(run_of: Launc
         guest.wait(20)
     run.drain()
     judge(run, steps=run.saved())
+
+
+@pytest.mark.parametrize("joined", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ours", "joined"])
+def test_a_sample_that_holds_up_its_worker_in_c_ends_two_of_them_and_the_run_goes_on(
+    joined: bool, run_of: Launch
+) -> None:
+    """It never walks on: the third that is given it buries it, with the place."""
+    program = "tests.crash.episode.backtracks"
+    run = run_of({
+        "sglang": {"num_generation_workers": 1 if joined else 2, "sglang_server_concurrency": 8},
+        "rollout": {"num_rollout": 12, "custom_generate_function_path": program},
+        "launch": {"loop_deadline_s": 8.0},
+    })  # fmt: skip
+    run.start()
+    if joined:
+        run.until_step(0)
+        given = ("--custom-generate-function-path", program)
+        guest = run.beside("worker", "--name", "guest", "--run", run.dir.name, *given, log="guest.log")
+    run.finish()
+    if joined:
+        assert guest.wait(120) in (0, -signal.SIGKILL), (run.home / "guest.log").read_text()[-2000:]
+    judge(run)
+    server = run.server()
+    try:
+        [letter] = run.ask(letters)
+    finally:
+        server.stop()
+    assert letter.group_id.endswith("5") and "it ended 2 processes" in letter.error, letter.error
+    assert "the event loop of " in letter.error and "episode.py:" in letter.error
+    logs = [*(run.dir / "logs").glob("generation-*.log"), *run.home.glob("guest.log")]
+    said = "".join(file.read_text() for file in logs)
+    assert said.count("this process is ended") == 2 and 'episode.py", line' in said

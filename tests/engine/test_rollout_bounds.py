@@ -3,9 +3,7 @@ And how it is tried before a run starts."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import time
 import tracemalloc
 from typing import Any
 
@@ -13,7 +11,6 @@ import msgspec
 import pytest
 
 from actors.generation.rollouts import probe
-from actors.generation.rollouts.watchdog import watch
 from actors.generation.spec import GenerationSpec
 from actors.reward.sample import Sample
 from bus.messages.samples import RolloutDone
@@ -73,19 +70,6 @@ async def test_a_long_episode_holds_its_history_once() -> None:
     finally:
         tracemalloc.stop()
     assert most < 10e6
-
-
-async def test_a_program_that_blocks_its_worker_is_named_and_ends_it() -> None:
-    said: list[str] = []
-    left: list[int] = []
-    watching = asyncio.create_task(watch(said.append, ends_after_s=0.6, patience_s=0.3, leave=left.append))
-    await asyncio.sleep(0.1)
-    time.sleep(1.5)  # noqa: ASYNC251 - the fault
-    watching.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await watching
-    assert len(left) == 1 and "session.tell" in said[0]
-    assert "this worker ends" in said[-1] and "at test_rollout_bounds.py:" in said[-1]
 
 
 @pytest.mark.parametrize(

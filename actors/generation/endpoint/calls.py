@@ -1,19 +1,23 @@
 """Tool calls in what a model wrote, by the formats that models are trained on (pure): text to calls with their places in it.
 
 Always true: nothing is written anew. A call names the part of the text it was read from, and what cannot be read is a call with
-an error for the model, never an exception.
+an error for the model, never an exception. Time is linear in the text, whatever it repeats: no pattern here can be matched from two
+places over the same characters. Arguments are plain JSON that every reader takes (plain_json.py).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import starmap
+from itertools import islice, starmap
 from typing import Any, NamedTuple
 
 from actors.generation.endpoint import dialects
 from actors.generation.endpoint.dialects import texts_of as _texts_of
+from actors.generation.endpoint.plain_json import end_of, read
+
+MOST_CALLS = 64  # of one answer that are read; a policy that repeats itself opens thousands
+MOST_NAMED = 5  # of its faults that a call is told
 
 Tool = Mapping[str, Any]
 """A tool as the OpenAI interface describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -32,11 +36,11 @@ class Call(NamedTuple):
 _HERMES = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _DEEPSEEK = re.compile("<｜tool▁call▁begin｜>(?P<body>.*?)(?:<｜tool▁call▁end｜>|\\Z)", re.DOTALL)
 _DEEPSEEK_FRAME = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*(?:```|\Z)", re.DOTALL)
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_FENCE = "```"
 _PYTHON_TAG = "<|python_tag|>"
+_BLANKS = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*;\s*")
-_decoder = json.JSONDecoder()
 
 
 def _hermes(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
@@ -46,10 +50,10 @@ def _hermes(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
 
 def _glm(text: str, tools: Sequence[Tool]) -> Iterator[Call]:
     for found in _HERMES.finditer(text):
-        name, mark, _ = found["body"].partition("<arg_key>")
+        name, mark, _ = found["body"].partition(_KEY)
         name = name.strip()
         texts = _texts_of(name, tools)
-        pairs = _ARGUMENT.findall(found["body"])
+        pairs = list(_pairs(found["body"]))
         arguments = {key.strip(): value if key.strip() in texts else _value(value) for key, value in pairs}
         error = "" if re.fullmatch(r"[\w.-]+", name) and bool(mark) == bool(pairs) else f"not a call: {_short(found['body'])}"
         yield Call(found.start(), found.end(), name, arguments, error)
@@ -61,8 +65,8 @@ def _deepseek(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
         name = head.strip()
         if name == "function":  # V3: kind, name on the same line, then fenced JSON; V3.1: name, then JSON
             name, _, tail = tail.partition("\n")
-        fenced = _FENCE.search(tail)
-        body = (fenced[1] if fenced else tail).strip()
+        _, fenced, inside = tail.partition(_FENCE)
+        body = (inside.removeprefix("json").partition(_FENCE)[0] if fenced else tail).strip()
         if not mark:
             yield Call(found.start(), found.end(), error=f"no name before the arguments in {_short(found['body'])}")
         else:
@@ -77,10 +81,7 @@ def _llama3(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
     if not tagged and not re.match(r'\{\s*"(name|type|function)"', text[at:]):
         return  # an answer that is no call
     while at < len(text):
-        try:
-            _, end = _decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            end = len(text)
+        end = end_of(text, at)
         yield _from_json(text[at:end], begin, end, "parameters")
         rest = _SEPARATOR.match(text, end)
         if rest is None:
@@ -104,8 +105,12 @@ OPENINGS |= {"qwen3_coder": "<tool_call>", "gpt-oss": "<|start|>assistant to=", 
 
 
 def parse(text: str, kind: str, tools: Sequence[Tool] = ()) -> list[Call]:
-    """The calls in `text`, in order. `tools`: those on offer; they tell texts from numbers where a format does not."""
-    return list(FORMATS[kind](text, tools))
+    """The calls in `text`, in order; behind MOST_CALLS of them one that says so. `tools`: those on offer; they tell texts from
+    numbers where a format does not."""
+    calls = list(islice(FORMATS[kind](text, tools), MOST_CALLS + 1))
+    if len(calls) > MOST_CALLS:
+        calls[-1] = Call(calls[-1].start, len(text), error=f"an answer has at most {MOST_CALLS} calls; the others were not made")
+    return calls
 
 
 def without(text: str, calls: Sequence[Call]) -> str:
@@ -123,20 +128,21 @@ def fault(call: Call, tools: Sequence[Tool]) -> str:
     if call.error:
         return f"error: the call cannot be read: {call.error}"
     if call.name not in names:
-        return f"error: there is no tool {call.name!r}. Tools: {', '.join(names) or 'none'}."
+        return f"error: there is no tool {_short(call.name)}. Tools: {', '.join(names) or 'none'}."
     schema = next(tool["function"].get("parameters", {}) for tool in tools if tool["function"]["name"] == call.name)
     missing = [name for name in schema.get("required", ()) if name not in call.arguments]
     unknown = [name for name in call.arguments if name not in schema.get("properties", call.arguments)]
     if missing or unknown:
-        said = [f"argument {name!r} is missing" for name in missing] + [f"there is no argument {name!r}" for name in unknown]
-        return f"error: {call.name}: {', '.join(said)}."
+        said = [f"argument {name!r} is missing" for name in missing] + [f"there is no argument {_short(name)}" for name in unknown]
+        more = [f"and {len(said) - MOST_NAMED} further faults"] if len(said) > MOST_NAMED else []
+        return f"error: {call.name}: {', '.join(said[:MOST_NAMED] + more)}."
     return ""
 
 
 def _from_json(body: str, start: int, end: int, key: str) -> Call:
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = read(body)
+    except ValueError as error:
         return Call(start, end, error=f"{error} in {_short(body)}")
     function = value.get("function") if isinstance(value, dict) else None
     value = function if isinstance(function, dict) else value
@@ -147,25 +153,40 @@ def _from_json(body: str, start: int, end: int, key: str) -> Call:
     if isinstance(arguments, str):
         return _with_arguments(name, arguments, start, end)
     if not isinstance(arguments, dict):
-        return Call(start, end, name, error=f"the arguments of {name} are no object: {_short(body)}")
+        return Call(start, end, name, error=f"the arguments of {_short(name)} are no object: {_short(body)}")
     return Call(start, end, name, arguments)
 
 
 def _with_arguments(name: str, body: str, start: int, end: int) -> Call:
     try:
-        arguments = json.loads(body or "{}")
-    except (ValueError, RecursionError) as error:
+        arguments = read(body or "{}")
+    except ValueError as error:
         return Call(start, end, name, error=f"{error} in {_short(body)}")
     if not isinstance(arguments, dict):
-        return Call(start, end, name, error=f"the arguments of {name} are no object: {_short(body)}")
+        return Call(start, end, name, error=f"the arguments of {_short(name)} are no object: {_short(body)}")
     return Call(start, end, name, arguments)
 
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read(text)
+    except ValueError:
         return text.strip()
+
+
+def _pairs(body: str) -> Iterator[tuple[str, str]]:
+    """Keys and values of a call of GLM's, as they stand; a key without a value is passed over."""
+    at = body.find(_KEY)
+    while at >= 0 and (key_end := body.find(_KEY_END, at)) >= 0:
+        opened = _BLANKS.match(body, key_end + len(_KEY_END))
+        value = opened.end() if opened is not None else key_end
+        if not body.startswith(_VALUE, value):
+            at = body.find(_KEY, key_end)
+            continue
+        if (value_end := body.find(_VALUE_END, value)) < 0:
+            return
+        yield body[at + len(_KEY) : key_end], body[value + len(_VALUE) : value_end]
+        at = body.find(_KEY, value_end)
 
 
 def _short(text: str) -> str:

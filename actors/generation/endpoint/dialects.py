@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from actors.generation.endpoint.plain_json import read
+
 Found = tuple[int, int, str, dict[str, Any], str]
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
@@ -20,7 +22,7 @@ _MESSAGE = "<|message|>"
 _BEHIND_MESSAGE = re.compile(r"<\|(?:end|call|return|start)\|>")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 LISTED, LISTED_END = "<|tool_call_start|>", "<|tool_call_end|>"
-MOST_LISTED = 100_000  # characters of a list of calls, which Python's parser reads
+MOST_LISTED = 10_000  # characters of a list of calls, which Python's parser reads by recursion
 _NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -107,13 +109,15 @@ def _listed(body: str) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _literal(node: ast.expr) -> Any:
-    return _NAMES[node.id] if isinstance(node, ast.Name) and node.id in _NAMES else ast.literal_eval(node)
+    if isinstance(node, ast.Name) and node.id in _NAMES:
+        return _NAMES[node.id]
+    return read(json.dumps(ast.literal_eval(node), allow_nan=False))  # what is no JSON, sets or bytes, is refused
 
 
 def _table(body: str, name: str) -> tuple[dict[str, Any], str]:
     try:
-        value = json.loads(body or "{}")
-    except (ValueError, RecursionError) as error:
+        value = read(body or "{}")
+    except ValueError as error:
         return {}, f"{error} in {_short(body)}"
     return (value, "") if isinstance(value, dict) else ({}, f"the arguments of {name} are no object: {_short(body)}")
 
@@ -129,8 +133,8 @@ def texts_of(name: str, tools: Sequence[Mapping[str, Any]]) -> set[str]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read(text)
+    except ValueError:
         return text
 
 

@@ -33,7 +33,8 @@ class Stream:
 
     def hear(self, index: int, text: str, opening: str) -> None:
         """What an answer says so far."""
-        end, sent = wire.safe_length(text, self._stops, opening), self._sent.get(index, 0)
+        sent = self._sent.get(index, 0)  # nothing that begins before is looked for again
+        end = sent + wire.safe_length(text[sent:], self._stops, opening)
         if end > sent:
             self._sent[index] = end
             self._new.put_nowait((index, text[sent:end]))

@@ -13,7 +13,6 @@ from actors.generation.rollouts import Program, Trajectory, single
 from actors.generation.rollouts.adapters import program_of
 from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import Outcome
-from actors.generation.rollouts.watchdog import watch
 from actors.generation.sample import Running
 from actors.generation.turns import Leaves
 from actors.runtime.consume import STOPS
@@ -27,7 +26,6 @@ from bus.errors import Poison, Transient
 MOST_FAILED, GROUPS_FAILED = 16, 4  # samples in a row, and groups among them; then it is not the samples
 SPARED_S = 60.0  # those that fail in a row and are fewer: at the end of a batch only they are left
 MOST_TRIES = 4  # of one sample
-LONGEST_BLOCK_S = 30.0  # of the event loop
 
 
 class ProgramFailed(Transient):
@@ -60,12 +58,6 @@ class Programs:
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
         self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED, spares_s=SPARED_S)
-
-    async def watch(self) -> None:
-        """Watches, until cancelled, that a program of the user's does not hold up the worker."""
-        if self._program is not single.rollout:
-            ends_after_s = max(LONGEST_BLOCK_S, self._context.bus.config.lease_s)
-            await watch(self._context.log.error, ends_after_s=ends_after_s)
 
     async def play(self, live: Live, attempt: int, settle: Callable[[list[Trajectory]], Outcome]) -> Outcome | Leaves:
         """One run, the `attempt`-th, and what `settle` makes of its trajectories. Raises Transient while attempts are left for what

@@ -46,6 +46,17 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             ge=0, ours=True,
         ),
     ] = 5
+    loop_deadline_s: Annotated[
+        float,
+        doc(
+            "An actor whose event loop stands still for so long is ended with its Python stack in the log, also in the middle of a "
+            "call in C that lets no other thread run; what it held goes on elsewhere, and a sample that did this to two workers is "
+            "a dead letter. Twenty times as long for the trainer, sampler, evaluator, publisher and recorder, and ten minutes at "
+            "least while a library is loaded. 0: nobody looks.",
+            unit="seconds",
+            ge=0, ours=True,
+        ),
+    ] = 30.0
     heartbeat_s: Annotated[float, doc("Seconds between two signs of life of an actor.", unit="seconds", gt=0, ours=True)] = 2.0
     debug_rollout_only: Annotated[
         bool, doc("Run everything but training: groups are taken and counted, the weights stay as they are.")
