@@ -1,0 +1,3 @@
+def answer(c, s): pass
+class Space(dict):
+    def __init__(self,*a): pass
