@@ -29,8 +29,8 @@ class CodeScorer:
     name = NAME
     default_key = "score"
 
-    def __init__(self) -> None:
-        self._sandbox = Sandbox()
+    def __init__(self, *, weak: bool = False) -> None:
+        self._sandbox = Sandbox(weak=weak)
 
     async def __aenter__(self) -> Self:
         return self

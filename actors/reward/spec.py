@@ -36,6 +36,10 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 60.0  # with a scorer that fails for every sample; then the run ends with its text
     boot_deadline_s: float = 60.0  # for a verifier process to load its function
     hook_values: dict[str, Any] = {}  # on the `args` of functions written for Miles, beside the settings
+    custom_rm_sandbox: bool = False
+    sandbox_reads: tuple[str, ...] = ()
+    pass_env: tuple[str, ...] = ()
+    allow_weak_sandbox: bool = False
     teacher_urls: tuple[str, ...] = ()  # servers asked for log-probs of every training sample; empty = none
 
 
@@ -54,5 +58,8 @@ def text_by(tokenizer_dir: str, *, skip_special_tokens: bool) -> Callable[[Packe
 def scorers_of(spec: RewardSpec, count: Callable[[str], None]) -> Scorers:
     """What these settings score with, not entered yet."""
     judge = JudgeScorer(spec.judge_url, model=spec.judge_model, template_path=spec.judge_template_path) if spec.judge_url else None
-    alike = ("rm_type", "custom_rm_path", "rm_url", "rm_batch_size", "n_workers", "boot_deadline_s")
+    alike = (
+        *("rm_type", "custom_rm_path", "rm_url", "rm_batch_size", "n_workers", "boot_deadline_s"),
+        *("custom_rm_sandbox", "sandbox_reads", "pass_env", "allow_weak_sandbox"),
+    )
     return Scorers(judge=judge, count=count, **{name: getattr(spec, name) for name in alike})

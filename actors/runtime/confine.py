@@ -1,7 +1,9 @@
 """Limits that a process takes upon itself for good before it runs code nobody vouches for: one profile, whoever runs the code.
 
-    confine(Profile(reads=("/data/questions",)))        # all at once, before other threads exist
-    confine_files(profile); import_it(); confine_calls(profile)   # where code of the user's is imported in between
+    confine(Profile(reads=("/data/questions",)))    # all at once, before other threads exist
+    confine_files(with_imports(profile, path))      # or in two halves: what the user wrote is imported in between,
+    hook = load_hook(path)                          # may start threads, and reads what Python imports
+    confine_calls(profile)
 
 Always true after both: no file is opened but the interpreter's, system libraries and `reads`, none for writing; no socket, no
 process, no signal to another; in every thread. What the kernel lacks for that is refused (Unconfined), unless `weak` says to go on;
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import platform
 import resource
@@ -37,6 +40,8 @@ SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom", "/dev/nu
 LOG_BYTES = 16 << 20  # that a confined process may add to the file that takes its standard error
 NO_LANDLOCK = "limits on which files are opened (Landlock, Linux 5.13 and newer)"
 
+OURS = ("MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_ENGINE_TOKEN", "MILES_ASYNC_JUDGE_KEY")
+"""Variables that open the run's own doors, and files that hold them."""
 # Variables that say where things are and how to compute, and no secret. A value that holds an "@" (a password in an address) is
 # kept back all the same.
 KEPT = frozenset({
@@ -57,6 +62,16 @@ class Profile(NamedTuple):
     reads: tuple[str, ...] = ()
     memory_bytes: int = 2 << 30
     weak: bool = False
+
+
+def encoded(profile: Profile) -> str:
+    """For a command line."""
+    return json.dumps(profile)
+
+
+def decoded(text: str) -> Profile:
+    reads, memory_bytes, weak = json.loads(text)
+    return Profile(tuple(reads), int(memory_bytes), bool(weak))
 
 
 class Unconfined(OSError):
@@ -124,13 +139,24 @@ def _refuse_unless_weak(profile: Profile) -> tuple[str, ...]:
     return missing
 
 
+def with_imports(profile: Profile, path: str = "") -> Profile:
+    """The profile, and what `import` reads; `path`: of a hook, which may be `file.py:function`."""
+    file = [os.path.abspath(path.rpartition(":")[0])] if ".py:" in path else []
+    return profile._replace(reads=(*profile.reads, *importable(), *file))
+
+
+def without_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for code of the user's that runs with the user's rights: all but what opens the run's own doors."""
+    return {name: value for name, value in environment.items() if not name.startswith(OURS)}
+
+
 def kept(environment: Mapping[str, str], names: Iterable[str] = ()) -> dict[str, str]:
     """Variables for a process that runs such code: of a list of harmless ones, and `names`. No password in an address."""
     chosen = set(names)
     return {
         name: value
         for name, value in environment.items()
-        if name in chosen
+        if (name in chosen and not name.startswith(OURS))
         or ((name in KEPT or name.startswith(("LC_", "PYTHON")) or name.endswith("_NUM_THREADS")) and "@" not in value)
     }
 

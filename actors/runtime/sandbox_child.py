@@ -1,6 +1,6 @@
 """The sandbox's server: starts one process for each piece of code, ends it at its limits, and answers how it ended.
 
-Started by `sandbox.py`, isolated from our packages and our environment. Orders come on stdin and answers go to stdout, JSON behind a
+Started by `sandbox.py`, isolated from our packages and our environment. Orders come on stdin, answers go to stdout, JSON behind a
 4-byte little-endian length. It runs no code itself and forks none: the zygote does (`zygote.py`), which never sees an order. Always
 true: nothing that a piece of code does reaches this process; it ends with its parent, and all that runs in it with it.
 """
@@ -77,7 +77,7 @@ class Zygote:
 
 
 class Job:
-    """One order at work: a process, or a program and its examiner, whose end counts. `over`: why we ended it, empty = we did not."""
+    """One order at work: a process, or a program and its examiner, whose end counts. `over`: why we ended it; empty: we did not."""
 
     def __init__(self, order: dict[str, Any], line: Zygote) -> None:
         self.order = order

@@ -54,15 +54,15 @@ SHIPPED: Mapping[str, Tool] = {tool.name: tool for tool in (CALCULATOR, SEARCH, 
 
 
 class Toolbox:
-    """The tools of these names, ready to be called. `corpus`: a text or JSONL file for `search`. Use as `async with`; entering
-    raises Refused for what cannot be."""
+    """The tools of these names, ready to be called. `corpus`: a text or JSONL file for `search`; `weak`: as the sandbox has it. Use
+    as `async with`; entering raises Refused for what cannot be."""
 
-    def __init__(self, names: Sequence[str], *, corpus: str = "", python_deadline_s: float = 10.0) -> None:
+    def __init__(self, names: Sequence[str], *, corpus: str = "", python_deadline_s: float = 10.0, weak: bool = False) -> None:
         unknown = [name for name in names if name not in SHIPPED]
         if unknown:
             raise Refused(f"--tools {','.join(unknown)}: there is no such tool. Tools: {', '.join(SHIPPED)}.")
         self.specs = [SHIPPED[name].spec for name in names]
-        self._names, self._corpus, self._python_deadline_s = names, corpus, python_deadline_s
+        self._names, self._corpus, self._python_deadline_s, self._weak = names, corpus, python_deadline_s, weak
         self._calls: dict[str, Callable[..., Awaitable[str]]] = {}
         self._stack = AsyncExitStack()
 
@@ -77,7 +77,7 @@ class Toolbox:
 
             self._calls["search"] = search
         if "python" in self._names:
-            sandbox = await self._stack.enter_async_context(Sandbox(deadline_s=self._python_deadline_s))
+            sandbox = await self._stack.enter_async_context(Sandbox(deadline_s=self._python_deadline_s, weak=self._weak))
 
             async def python(code: str) -> str:
                 ran = await sandbox.run(code, echo=True)

@@ -1,7 +1,7 @@
 """The process that the sandbox forks code from: modules loaded, limits of files taken, and no order of anybody in its memory.
 
-An order comes as descriptors, which only the forked process reads: so code finds nothing of other orders, whatever it looks through.
-Always true: after `Become`'s limits code opens no socket, starts no process, signals no other, and writes no file; so killing its
+An order comes as descriptors, which only the forked process reads: so code finds nothing of other orders, wherever it looks.
+Always true: behind `become`'s limits code opens no socket, starts no process, signals no other, and writes no file; so killing its
 one process ends all it did. Standard library only.
 """
 
@@ -43,8 +43,8 @@ def die_with_parent() -> None:
 
 
 def start(reads: tuple[str, ...], *, calls: bool, walled: bool) -> socket.socket | None:
-    """A zygote's line: orders go in, ends come out. `calls`: with the list of system calls. `walled`: in namespaces of its own; None
-    where the kernel has none for us. Raises OSError for what it says at its start."""
+    """A zygote's line: orders go in, ends come out. `calls`: with the list of system calls. `walled`: in namespaces of its own;
+    None where the kernel has none for us. Raises OSError for what it says at its start."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
