@@ -186,7 +186,7 @@ class Sandbox:
 
     async def examine(self, program: str, tests: str, *, deadline_s: float | None = None) -> Ran:
         """Run `tests`, assertions about what `program` defines, in a process that the program cannot reach; "ok" when they hold.
-        How the two meet, and what that means for tests, is in `examine.py`. Raises as `run`."""
+        How the two meet, and what that means for tests, is in `examiner.py`. Raises as `run`."""
         return await self._order(program, deadline_s, tests=tests)
 
     async def _order(

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
-from actors.runtime import confine, examine, namespaces
+from actors.runtime import confine, examined, examiner, namespaces
 
 # Imported once here, free for every piece of code.
 PRELOADED = (
@@ -181,12 +181,17 @@ def _answer(order: Order) -> int:
     space: dict[str, Any] = {"__name__": "__main__"}
     code = run_code(order["code"], space)
     if not code:
-        examine.answer(CHANNEL, space)
+        examined.answer(CHANNEL, space)
     return code
 
 
 def _examine(order: Order) -> int:
-    return run_code(order["code"], examine.Space(CHANNEL, order["code"]), name="<tests>")
+    try:
+        space = examiner.Space(CHANNEL, order["code"])
+    except (examiner.ProgramGone, SyntaxError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return RAISED
+    return run_code(order["code"], space, name="<tests>")
 
 
 _MODES: dict[str, Callable[[Order], int]] = {"run": _run, "answer": _answer, "examine": _examine}

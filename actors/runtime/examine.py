@@ -1,3 +1,0 @@
-def answer(c, s): pass
-class Space(dict):
-    def __init__(self,*a): pass
