@@ -1,8 +1,8 @@
 """A verifier process: loads one hook and scores samples with it, apart from the actor, so that the actor may kill it.
 
 `python -m actors.reward.verifier HOOK PARENT_PID [PROFILE]`, started by the pool only. PROFILE: limits that it takes upon itself.
-Reads questions on its first standard input, writes answers on its first standard output; the hook's own prints go to standard error.
-Ends when its parent does.
+Reads questions on its first standard input, writes answers on its first standard output; what the hook prints goes to standard
+error. Ends when its parent does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ and iteration are asked of the program, and so is what two such objects make of 
 a value of the test's is unequal, or an error: the program would only have to say "equal", or "no difference".
 
 What a program can still do: see the arguments that it is called with, count its calls, change arguments that are lists, and answer
-as it likes where a test takes its word: by a plain `True`, by an object's truth, or by what two objects of its own make of each other.
+as it likes where a test takes its word: a plain `True`, an object's truth, or what two objects of its own make of each other.
 Standard library only.
 """
 

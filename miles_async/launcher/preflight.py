@@ -85,8 +85,9 @@ def sandbox_missing(settings: RunSettings) -> list[str]:
     if not missing or not (own or ships):
         return []
     if not r.allow_weak_sandbox:
-        raise refusal("allow_weak_sandbox", False, f"this kernel lacks {' and '.join(missing)}, and the run has code in a sandbox",
-                      "Use a kernel (or container settings) that has it, or set --allow-weak-sandbox to go on without.")  # fmt: skip
+        why = f"this kernel lacks {' and '.join(missing)}, and the run has code in a sandbox"
+        remedy = "Use a kernel (or container settings) that has it, or set --allow-weak-sandbox to go on without."
+        raise refusal("allow_weak_sandbox", False, why, remedy)
     return [f"the sandbox is weak here: this kernel lacks {' and '.join(missing)}, and --allow-weak-sandbox says to go on"]
 
 

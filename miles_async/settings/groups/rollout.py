@@ -214,8 +214,8 @@ shows the next one where it says <image>."""),
     environment_sandbox: Annotated[
         bool,
         doc(
-            "Environments write no file and read Python's packages and sandbox_reads only; once their module is loaded they open no "
-            "socket and start no process (Linux).", ours=True
+            "Environments write no file and read Python's packages and sandbox_reads only; once their module is loaded they "
+            "open no socket and start no process (Linux).", ours=True
         ),
     ] = False
     custom_rm_sandbox: Annotated[
