@@ -83,8 +83,8 @@ def cases_of(sample: Sample) -> list[Test]:
             pass  # assertions that begin with a bracket
     if isinstance(given, dict) and isinstance(given.get("fn_name"), str) and given["fn_name"].isidentifier():
         calls = zip(given.get("inputs", ()), given.get("outputs", ()), strict=False)
-        return [(_call(given["fn_name"], one, other), None) for one, other in calls][:MOST_TESTS] or _none(sample, given)
-    if isinstance(given, dict):
+        given = [_call(given["fn_name"], one, other) for one, other in calls]
+    elif isinstance(given, dict):
         pairs = zip(given.get("inputs", ()), given.get("outputs", ()), strict=False)
         given = [{"input": one, "output": other} for one, other in pairs]
     found: list[Test] = []

@@ -141,8 +141,8 @@ class Scorers:
         self._default = rm_type
         pool = partial(VerifierPool, n_workers=n_workers, boot_deadline_s=boot_deadline_s)
         limits = Profile(tuple(sandbox_reads), VERIFIER_BYTES, allow_weak_sandbox)
-        own = {"profile": limits, "pass_env": pass_env} if custom_rm_sandbox else {}
-        self._custom = pool(custom_rm_path, **own) if custom_rm_path else None
+        own = limits if custom_rm_sandbox else None
+        self._custom = pool(custom_rm_path, profile=own, pass_env=pass_env) if custom_rm_path else None
         self._remote = RemoteScorer(rm_url, batch=rm_batch_size) if rm_url else None
         self._judge = judge
         self._code = code.CodeScorer(weak=allow_weak_sandbox)

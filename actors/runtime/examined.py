@@ -179,7 +179,7 @@ class _Program:
                 return iter(target)
             case "isinstance":
                 return isinstance(given[0], target)
-        known = {"next": next, "len": len, "bool": bool, "str": str, "repr": repr, "round": round, "int": int, "float": float}
+        known: dict[str, Callable[..., Any]] = {"next": next, "len": len, "bool": bool, "str": str, "repr": repr, "round": round, "int": int, "float": float}
         return (known.get(verb) or getattr(operator, verb))(target, *given)
 
 

@@ -131,10 +131,10 @@ def number_of(remote: Remote) -> int:
 
 def _give_operators() -> None:
     def both(verb: str) -> Callable[[Remote, Any], Any]:
-        return lambda self, other: self._Remote__of_both(verb, other, verb.strip("_"))  # type: ignore[attr-defined]
+        return lambda self, other: self._Remote__of_both(verb, other, verb.strip("_"))
 
     def alone(verb: str) -> Callable[[Remote], Any]:
-        return lambda self: self._Remote__ask(verb)  # type: ignore[attr-defined]
+        return lambda self: self._Remote__ask(verb)
 
     for verb in _OPERATORS:
         setattr(Remote, f"__{verb.strip('_')}__", both(verb))

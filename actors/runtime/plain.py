@@ -124,7 +124,7 @@ def decode(word: Word, other: Callable[[str, list[Word]], Any], depth: int = 0) 
         case "tuple":
             return tuple(many(rest[0]))
         case "named":
-            return collections.namedtuple(str(rest[0]), [str(field) for field in rest[1]])(*many(rest[2]))  # type: ignore[misc]
+            return collections.namedtuple(str(rest[0]), [str(field) for field in rest[1]])(*many(rest[2]))
         case "set":
             return set(many(rest[0]))
         case "frozenset":

@@ -60,7 +60,7 @@ UNKNOWN = {"clone3": (435, 435)}
 class Arg(NamedTuple):
     """A condition on one argument: all its bits within `mask` make one of `values`."""
 
-    index: int
+    place: int
     values: tuple[int, ...]
     mask: int = (1 << 64) - 1
 
@@ -154,7 +154,7 @@ def _test(one: Arg, pid: int, rest: int) -> list[Instruction]:
     values = [pid if value == OWN else value for value in one.values]
     assert all(0 <= value < 1 << 32 for value in values), "an upper half other than 0 would need a test of each value's own"
     low_mask, high_mask = one.mask & 0xFFFFFFFF, one.mask >> 32
-    at = _ARGUMENTS_AT + 8 * one.index
+    at = _ARGUMENTS_AT + 8 * one.place
     low: list[Instruction] = [(_LOAD, 0, 0, at)]
     if low_mask != 0xFFFFFFFF:
         low.append((_AND, 0, 0, low_mask))

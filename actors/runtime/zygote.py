@@ -139,7 +139,7 @@ def become(handles: list[int], zygote: int, calls: bool) -> NoReturn:
     code = 1
     try:
         if os.getppid() not in (zygote, 0):
-            return
+            os._exit(code)
         with os.fdopen(handles[0], "rb") as file:
             order: Order = json.loads(file.read())
         stdin = os.memfd_create("stdin")
