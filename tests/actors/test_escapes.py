@@ -14,6 +14,7 @@ import pytest_asyncio
 from actors.environments.host import Died, Host
 from actors.reward.pool import VerifierPool
 from actors.reward.sample import Sample, ScorerFailed
+from actors.runtime import confine
 from actors.runtime.confine import Profile, lacking
 from actors.runtime.sandbox import Sandbox
 from tests.actors.escapes import FELT, REFUSED, SECRET, X86, World, unconfined, world
@@ -156,3 +157,27 @@ async def test_files_that_were_named_are_read_and_no_other(asked: Any, tmp_path:
         ran = await box.run(code)
     for text in (ran.stdout + ran.stderr, await asked(code, Profile(reads=(str(tmp_path / "given"),)))):
         assert "given is read" in text and "Error: [Errno" in text and "other is read" not in text
+
+
+async def test_of_the_current_folder_nothing_but_modules(asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a home."""
+    (tmp_path / "beside.py").write_text("VALUE = 'is imported'")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "inside.py").write_text("VALUE = 'is imported too'")
+    (tmp_path / "keys").mkdir()
+    for secret in ("token", "keys/id", ".hidden.py"):
+        (tmp_path / secret).write_text(SECRET)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    code = "import beside, package.inside\nprint(beside.VALUE, package.inside.VALUE)\n"
+    code += f"for name in ('token', 'keys/id', '.hidden.py'):\n    try:\n        print(open({f'{tmp_path}/'!r} + name).read())\n"
+    code += "    except PermissionError:\n        print('refused')\n"
+    assert await asked(code, Profile()) == "is imported is imported too\nrefused\nrefused\nrefused\n" * 2
+
+
+async def test_a_kernel_that_lacks_a_part_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confine, "lacking", lambda: (confine.NO_LANDLOCK,))
+    for step in (confine.confine_files, confine.confine_calls):
+        with pytest.raises(confine.Unconfined, match="lacks limits on which files are opened") as told:
+            step(Profile())
+        assert "--allow-weak-sandbox" in str(told.value) and "\n" not in str(told.value)

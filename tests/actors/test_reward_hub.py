@@ -101,7 +101,7 @@ GOOD = "Here it is.\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 REWARDS_ITSELF = [
     "import linecache, os\nprint([v[2] for v in linecache.cache.values()][-1])\nos._exit(0)",
     "import os, sys\nprint(sys._getframe().f_code.co_consts[-1], flush=True)\nos._exit(0)",
-    "import os, sys\nframe = sys._getframe()\nwhile frame:\n    print(frame.f_locals, flush=True)\n    frame = frame.f_back\nos._exit(0)",
+    "import sys\nframe = sys._getframe()\nwhile frame:\n    print(frame.f_locals)\n    frame = frame.f_back\nsys.exit(0)",
     "class Equal:\n    __eq__ = lambda self, other: True\ndef add(a, b):\n    return Equal()",
 ]
 ECHO = "```\nprint(int(input()) * 2)\n```"
