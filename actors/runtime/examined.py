@@ -117,6 +117,9 @@ class _Theirs:
         self._asked("set", name, value)
 
 
+_BUILTINS = ("next", "len", "bool", "str", "repr", "round", "int", "float")
+
+
 class _Program:
     def __init__(self, line: Line, space: dict[str, Any]) -> None:
         self.line, self._space = line, space
@@ -179,8 +182,7 @@ class _Program:
                 return iter(target)
             case "isinstance":
                 return isinstance(given[0], target)
-        known: dict[str, Callable[..., Any]] = {"next": next, "len": len, "bool": bool, "str": str, "repr": repr, "round": round, "int": int, "float": float}
-        return (known.get(verb) or getattr(operator, verb))(target, *given)
+        return getattr(builtins if verb in _BUILTINS else operator, verb)(target, *given)
 
 
 def builtin_of(kind: type[BaseException]) -> str:

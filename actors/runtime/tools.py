@@ -93,8 +93,13 @@ class Toolbox:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The answer to a call whose name and arguments fit `specs`."""
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
-        answer = await self._calls[name](**texts)
+        answer = as_text(await self._calls[name](**texts))
         return answer if len(answer) <= ANSWER_CHARS else f"{answer[:ANSWER_CHARS]}... ({len(answer)} characters)"
+
+
+def as_text(said: str) -> str:
+    """Without halves of surrogate pairs, which JSON can say and no text can hold: they are spelled."""
+    return said.encode("utf-8", "backslashreplace").decode()
 
 
 # -- calculator ---------------------------------------------------------------------------------------------------------
