@@ -37,9 +37,9 @@ class EnvironmentsSpec(msgspec.Struct, frozen=True, kw_only=True):
     environment_timeout_s: float
     environment_idle_s: float
     environment_sandbox: bool
-    sandbox_reads: tuple[str, ...] = ()
-    pass_env: tuple[str, ...] = ()
-    allow_weak_sandbox: bool = False
+    sandbox_reads: tuple[str, ...]
+    pass_env: tuple[str, ...]
+    allow_weak_sandbox: bool
 
 
 class Kept:

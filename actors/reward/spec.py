@@ -21,6 +21,10 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_dir: str  # holds tokenizer.json
     rm_type: str  # scorer of samples that name none
     custom_rm_path: str  # function(sample: dict) -> float | dict, sync or async; replaces rm_type
+    custom_rm_sandbox: bool  # that function has the sandbox's limits
+    sandbox_reads: tuple[str, ...]  # files that it may read then
+    pass_env: tuple[str, ...]  # variables that it has then, beside harmless ones
+    allow_weak_sandbox: bool  # go on where the kernel lacks a part
     rm_url: tuple[str, ...]  # services for rm_type remote_rm, which answer alike
     rm_batch_size: int  # samples in one question to them
     judge_url: str  # OpenAI-compatible endpoint for rm_type judge; empty = none
@@ -36,10 +40,6 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 60.0  # with a scorer that fails for every sample; then the run ends with its text
     boot_deadline_s: float = 60.0  # for a verifier process to load its function
     hook_values: dict[str, Any] = {}  # on the `args` of functions written for Miles, beside the settings
-    custom_rm_sandbox: bool = False
-    sandbox_reads: tuple[str, ...] = ()
-    pass_env: tuple[str, ...] = ()
-    allow_weak_sandbox: bool = False
     teacher_urls: tuple[str, ...] = ()  # servers asked for log-probs of every training sample; empty = none
 
 

@@ -181,3 +181,11 @@ async def test_a_kernel_that_lacks_a_part_is_refused_in_one_line(monkeypatch: py
         with pytest.raises(confine.Unconfined, match="lacks limits on which files are opened") as told:
             step(Profile())
         assert "--allow-weak-sandbox" in str(told.value) and "\n" not in str(told.value)
+
+
+async def test_no_capability_is_left_and_none_to_be_had() -> None:
+    code = "from actors.runtime.confine import *; confine_files(Profile(reads=('/proc',))); print(open('/proc/self/status').read())"
+    said = await asyncio.to_thread(unconfined, code)
+    status = dict(line.split(":", 1) for line in said.splitlines() if ":" in line)
+    assert status["NoNewPrivs"].strip() == "1"
+    assert {status[f"Cap{which}"].strip("\t0") for which in ("Inh", "Prm", "Eff", "Amb")} == {""}
