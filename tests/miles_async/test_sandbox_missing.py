@@ -12,7 +12,7 @@ from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 
 NO_FILTER = "a filter of system calls for all threads (seccomp)"
-BASE = {"hf_checkpoint": "m", "prompt_data": "p.jsonl"}
+BASE = {"hf_checkpoint": "m", "prompt_data": "p.jsonl", "num_rollout": 1}
 
 
 def settings(**own: Any) -> Any:
