@@ -160,7 +160,7 @@ async def exact(args: Any, urls: list[str], dirs: list[Path]) -> dict[str, Any]:
     total = sessions * AGENT_TURNS
     spec = AgentSpec(
         tools=(), corpus="", max_turns=8, parser="hermes", function=f"{PROGRAMS}:agent", idle_s=300.0, template_path="",
-        template_kwargs="",
+        template_kwargs="", allow_weak_sandbox=False,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         seen = [await stack.enter_async_context(Witness(url).at_work()) for url in urls]

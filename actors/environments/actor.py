@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from actors.environments.host import Died, Failed, Host
+from actors.runtime.confine import Profile
 from actors.runtime.consume import Consumer
 from actors.runtime.context import Context
 from actors.runtime.deadline import beside
@@ -36,6 +37,9 @@ class EnvironmentsSpec(msgspec.Struct, frozen=True, kw_only=True):
     environment_timeout_s: float
     environment_idle_s: float
     environment_sandbox: bool
+    sandbox_reads: tuple[str, ...]
+    pass_env: tuple[str, ...]
+    allow_weak_sandbox: bool
 
 
 class Kept:
@@ -153,7 +157,9 @@ class Environments:
         await self._end(call.sample_id, "environments_replaced")
         while len(self._kept) >= self._spec.environment_slots and (free := self._free()):
             await self._end(min(free, key=lambda name: self._kept[name].asked_at), "environments_evicted")
-        host = await Host.start(self._spec.environment_path, self._log, confined=self._spec.environment_sandbox)
+        spec = self._spec
+        limits = Profile(spec.sandbox_reads, weak=spec.allow_weak_sandbox) if spec.environment_sandbox else None
+        host = await Host.start(spec.environment_path, self._log, limits, spec.pass_env)
         kept = self._kept[call.sample_id] = Kept(host)
         kept.asked_at = self._context.clock.monotonic()
         self._context.count("environments_rebuilt" if call.actions else "environments_begun")

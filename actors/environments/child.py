@@ -1,45 +1,37 @@
-"""`python -m actors.environments.child PATH CONFINED`: one environment of the user's at a time, in a process of its own.
+"""`python -m actors.environments.child PATH [PROFILE]`: one environment of the user's at a time, in a process of its own.
 
 Orders on stdin, answers on stdout, msgpack behind a 4-byte little-endian length: [verb, argument] -> [whether it worked, value or
-text]. The first answer is to its start. What the environment prints goes to stderr. CONFINED: it gets the sandbox's limits once its
-module is loaded.
+text]. The first answer is to its start. What the environment prints goes to stderr. PROFILE: its limits; those of files from before
+its module is loaded, so that threads which that starts have them too, those of system calls from then on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import resource
 import sys
 from typing import Any, BinaryIO, cast
 
 import msgspec
 
-from actors.runtime import sandbox_child
+from actors.runtime.confine import confine_calls, confine_files, decoded, with_imports
 from actors.runtime.hooks import awaited, framed, load_hook, own_pipes, read_frame
 from actors.runtime.whole import said
 
-MEMORY_BYTES = 2 << 30
 
-
-def confine() -> None:
-    """No socket, no other process, no file written, bounded memory, from here on."""
-    for limit, value in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
-        resource.setrlimit(limit, (value, value))
-    sandbox_child.give_up_rights()
-    sandbox_child.restrict_calls()
-
-
-def serve(path: str, confined: bool) -> None:
-    """Until stdin ends."""
+def serve(path: str, limits: str) -> None:
+    """Until stdin ends. `limits`: an encoded profile, empty = none."""
+    profile = decoded(limits) if limits else None
     orders, answers = own_pipes()
     loop = asyncio.new_event_loop()  # before the limits: it opens a pair of sockets
     kind: Any = None
     refusal, environment = "", cast(Any, None)  # before `begin`, `step` fails and says so
     try:
+        if profile is not None:
+            confine_files(with_imports(profile, path))
         kind = load_hook(path)
-        if confined:
-            confine()
+        if profile is not None:
+            confine_calls(profile)
     except BaseException as error:  # noqa: BLE001 - the user's module runs while it is imported
         refusal = said(error)
     _say(answers, not refusal, refusal)
@@ -63,4 +55,4 @@ def _say(answers: BinaryIO, worked: bool, value: Any) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2] == "yes")
+    serve(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "")

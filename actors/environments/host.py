@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from actors.runtime.child import PYTHON, adopt_orphans, die_with_parent, last_line
+from actors.runtime.confine import Profile, encoded, kept, without_ours
 from actors.runtime.hooks import framed
 from actors.runtime.leftovers import MARK, end_below, end_marked, new_mark
 
@@ -39,14 +41,16 @@ class Host:
         self._process, self._mark, self._log = process, mark, log
 
     @classmethod
-    async def start(cls, path: str, log: Path, *, confined: bool) -> Host:
-        """A process with the module at `path` loaded; what it prints goes to `log`. Raises Died, Failed."""
-        words = (*PYTHON, "actors.environments.child", path, "yes" if confined else "no")
+    async def start(cls, path: str, log: Path, profile: Profile | None = None, pass_env: Sequence[str] = ()) -> Host:
+        """A process with the module at `path` loaded; what it prints goes to `log`. `profile`: its limits; then it has harmless
+        variables only, and those of `pass_env`. Raises Died, Failed."""
+        words = (*PYTHON, "actors.environments.child", path, *((encoded(profile),) if profile else ()))
         mark = new_mark()
+        variables = kept(os.environ, pass_env) if profile else without_ours(os.environ)
         with log.open("ab") as out:
             process = await asyncio.create_subprocess_exec(
                 *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out, start_new_session=True,
-                preexec_fn=_below_us, env=os.environ | {MARK: mark},
+                preexec_fn=_below_us, env=variables | {MARK: mark},
             )  # fmt: skip
         host = cls(process, mark, log)
         await host._answer("the load of its module", BOOT_S)

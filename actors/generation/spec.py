@@ -26,6 +26,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """File with a chat template; empty = the model's own."""
     template_kwargs: str
     """Arguments of the template, a JSON object."""
+    allow_weak_sandbox: bool
 
 
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):

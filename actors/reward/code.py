@@ -1,7 +1,9 @@
 """Programs scored by their unit tests, run in the sandbox, which has limits, a deadline and no network.
 
 Tests are the sample's `metadata.tests`, else its label: a text of assertions; a list of such; or pairs of standard input and
-output, as `{"inputs": [...], "outputs": [...]}` or `[{"input": ..., "output": ...}]`, also as JSON text.
+output, as `{"inputs": [...], "outputs": [...]}` or `[{"input": ..., "output": ...}]`, also as JSON text; with `"fn_name"` beside
+them arguments and results of that function, or of that method of the program's class Solution. Always true: what is expected is
+compared where the program is not, so that nothing it does to its own process earns anything (`examiner.py` says what is left).
 """
 
 from __future__ import annotations
@@ -9,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import secrets
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from actors.reward.sample import BadLabel, Sample, ScorerFailed, Value
 from actors.runtime.sandbox import Sandbox, SandboxUnavailable
@@ -29,8 +30,8 @@ class CodeScorer:
     name = NAME
     default_key = "score"
 
-    def __init__(self) -> None:
-        self._sandbox = Sandbox()
+    def __init__(self, *, weak: bool = False) -> None:
+        self._sandbox = Sandbox(weak=weak)
 
     async def __aenter__(self) -> Self:
         return self
@@ -46,21 +47,20 @@ class CodeScorer:
         passed = 0
         for given, wanted in tests if code else ():
             left = until - asyncio.get_running_loop().time()
-            # A program that ends before its assertions are reached passed none of them: the last line tells.
-            word = "" if wanted is not None else secrets.token_hex(8)
+            limit_s = min(TEST_S, left)
             try:
-                ran = await self._sandbox.run(
-                    f"{code}\n\n{given}\n\nprint({word!r})" if word else code,
-                    stdin=given if wanted is not None else "",
-                    deadline_s=min(TEST_S, left),
-                )
+                if wanted is None:
+                    ran = await self._sandbox.examine(code, given, deadline_s=limit_s)
+                else:
+                    ran = await self._sandbox.run(code, stdin=given, deadline_s=limit_s)
             except SandboxUnavailable as error:
                 raise ScorerFailed(f"{sample.sample_id} was not tested: {error}") from error
             if left < TEST_S and ran.cause == "deadline":
                 raise ScorerFailed(f"{len(tests)} tests of {sample.sample_id} take longer than {deadline_s:g} s; raise "
                                    "--reward-timeout-s.")  # fmt: skip
-            said = _lines(ran.stdout)
-            if ran.cause != "ok" or (said[-1:] != [word] if word else said != _lines(wanted or "")):
+            if ran.cause == "lost":  # ended from outside, as when memory is short: this says nothing about the program
+                raise ScorerFailed(f"{sample.sample_id} was not tested: {ran.stderr}")
+            if ran.cause != "ok" or (wanted is not None and _lines(ran.stdout) != _lines(wanted)):
                 break
             passed += 1
         return {"score": float(passed == len(tests)), "passed": passed / len(tests)}
@@ -81,7 +81,10 @@ def cases_of(sample: Sample) -> list[Test]:
             given = json.loads(given)
         except ValueError:
             pass  # assertions that begin with a bracket
-    if isinstance(given, dict):
+    if isinstance(given, dict) and isinstance(given.get("fn_name"), str) and given["fn_name"].isidentifier():
+        calls = zip(given.get("inputs", ()), given.get("outputs", ()), strict=False)
+        given = [_call(given["fn_name"], one, other) for one, other in calls]
+    elif isinstance(given, dict):
         pairs = zip(given.get("inputs", ()), given.get("outputs", ()), strict=False)
         given = [{"input": one, "output": other} for one, other in pairs]
     found: list[Test] = []
@@ -90,9 +93,21 @@ def cases_of(sample: Sample) -> list[Test]:
             found.append((test, None))
         elif isinstance(test, dict) and "output" in test:
             found.append((_text(test.get("input", "")), _text(test["output"])))
-    if not found:
-        raise BadLabel(f"neither metadata.tests nor the label of {sample.sample_id} holds tests: {str(given)[:60]!r}")
-    return found[:MOST_TESTS]
+    return found[:MOST_TESTS] or _none(sample, given)
+
+
+def _none(sample: Sample, given: Any) -> NoReturn:
+    raise BadLabel(f"neither metadata.tests nor the label of {sample.sample_id} holds tests: {str(given)[:60]!r}")
+
+
+def _call(name: str, arguments: Any, wanted: Any) -> str:
+    """Assertions of one call. Of a tuple such data sets keep a list, and of one result a list around it."""
+    given = ", ".join(map(repr, arguments if isinstance(arguments, list) else [arguments]))
+    return (
+        f"given = globals().__getitem__\ntry:\n    it = given({name!r})\nexcept KeyError:\n    it = Solution().{name}\n"
+        f"found, wanted = it({given}), {wanted!r}\nfound = list(found) if isinstance(found, tuple) else found\n"
+        "assert found == wanted or [found] == wanted"
+    )
 
 
 def _text(value: Any) -> str:

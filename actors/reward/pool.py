@@ -8,10 +8,12 @@ its process to a neighbour is scored again in a process of its own.
 from __future__ import annotations
 
 import asyncio
-from typing import Self
+from collections.abc import Sequence
+from typing import Any, Self
 
 from actors.reward.process import Bystander, NoBoot, VerifierProcess
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed, Value
+from actors.runtime.confine import Profile
 from actors.runtime.leftovers import end_orphans
 from actors.runtime.run import Refused
 from bus.errors import InvariantBroken
@@ -39,7 +41,8 @@ class _Seat:
 
 class VerifierPool:
     """`n_workers` processes with the hook `path`, which `setting` names. Use as `async with`; entering boots one and refuses a hook
-    that does not load. The others start when there is work for them; the first too unless `eager`, for a hook that is not async."""
+    that does not load. The others start when there is work for them; the first too unless `eager`, for a hook that is not async.
+    `profile`: limits of each process."""
 
     default_key = ""
 
@@ -52,12 +55,14 @@ class VerifierPool:
         name: str = "custom",
         setting: str = "custom_rm_path",
         eager: bool = True,
+        profile: Profile | None = None,
+        pass_env: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._path = path
         self._setting = setting
         self._eager = eager
-        self._boot_deadline_s = boot_deadline_s
+        self._how: dict[str, Any] = {"deadline_s": boot_deadline_s, "profile": profile, "pass_env": pass_env}
         self._tasks = asyncio.TaskGroup()
         self._seats = [_Seat() for _ in range(max(1, n_workers))]
         self._slots = asyncio.Semaphore(1)
@@ -72,7 +77,7 @@ class VerifierPool:
             self._slots = asyncio.Semaphore(len(self._seats))
             return self
         try:
-            first = await VerifierProcess.boot(self._path, self._tasks, deadline_s=self._boot_deadline_s)
+            first = await VerifierProcess.boot(self._path, self._tasks, **self._how)
         except NoBoot as error:
             await self.__aexit__()
             raise Refused(
@@ -134,7 +139,7 @@ class VerifierPool:
 
     async def _boot(self) -> VerifierProcess:
         try:
-            process = await VerifierProcess.boot(self._path, self._tasks, deadline_s=self._boot_deadline_s)
+            process = await VerifierProcess.boot(self._path, self._tasks, **self._how)
         except NoBoot as error:
             self._failed_boots += 1
             text = f"verifier process of {self._path} does not start: {error}"

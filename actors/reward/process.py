@@ -12,16 +12,17 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Self
 
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed
 from actors.reward.wire import MAX_FRAME_BYTES, Answer, Ask, Cancel, Ready, decode_from_verifier, frame
 from actors.runtime.child import PYTHON
+from actors.runtime.confine import Profile, encoded, kept, without_ours
 from actors.runtime.leftovers import MARK, end_below, end_marked, new_mark
 from actors.runtime.loopwatch_child import SHOW
 from bus.errors import UNREADABLE, DeadlineExceeded, InvariantBroken
 
-SECRETS = ("MILES_ASYNC_BUS_PASSWORD", "MILES_ASYNC_ENGINE_TOKEN", "MILES_ASYNC_JUDGE_KEY")
 CANCEL_GRACE_S, SHOWN_S = 1.0, 0.2
 KILL_DEADLINE_S = 5.0
 
@@ -50,14 +51,17 @@ class VerifierProcess:
         self._listener = tasks.create_task(self._listen(), name=f"verifier {child.pid}")
 
     @classmethod
-    async def boot(cls, path: str, tasks: asyncio.TaskGroup, *, deadline_s: float) -> Self:
-        """Start a process and wait until its hook is loaded. Raises NoBoot."""
+    async def boot(
+        cls, path: str, tasks: asyncio.TaskGroup, *, deadline_s: float, profile: Profile | None = None, pass_env: Sequence[str] = ()
+    ) -> Self:
+        """Start a process and wait until its hook is loaded. `profile`: its limits; then it has harmless variables only, and those
+        of `pass_env`. Raises NoBoot."""
         mark = new_mark()
         child = await asyncio.create_subprocess_exec(
-            *(*PYTHON, "actors.reward.verifier", path, str(os.getpid())),
+            *(*PYTHON, "actors.reward.verifier", path, str(os.getpid()), *((encoded(profile),) if profile else ())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment() | {MARK: mark},
+            env=_variables(profile, pass_env) | {MARK: mark},
             start_new_session=True,  # what the hook starts is killed with it
         )
         try:
@@ -157,10 +161,10 @@ class VerifierProcess:
         self._listener.cancel()
 
 
-def _environment() -> dict[str, str]:
+def _variables(profile: Profile | None, pass_env: Sequence[str]) -> dict[str, str]:
     """Ours, without what a hook has no business with."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(SECRETS)}
-    return kept | {"PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path)}
+    chosen = kept(os.environ, pass_env) if profile else without_ours(os.environ)
+    return chosen | {"PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path)}
 
 
 async def _end(child: asyncio.subprocess.Process, mark: str) -> None:

@@ -20,6 +20,7 @@ from actors.reward.pool import VerifierPool
 from actors.reward.remote import RemoteScorer
 from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES, MathRule, Rule
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed, Value
+from actors.runtime.confine import Profile
 from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded, Poison
 
@@ -30,6 +31,7 @@ OTHERS = (code.NAME, GYM, JUDGE, REMOTE)
 MATH, FINAL = "math", "math_final"
 """A rule and its other name, which Miles gives to another rule: math_rule says which."""
 ANSWER_CHARS = 64
+VERIFIER_BYTES = 4 << 30  # address space of a confined verifier; sympy takes about 0.5 GiB of it
 SECOND_LOOK_S = 5.0  # of math-verify at one answer; 24 ms are usual
 
 
@@ -133,19 +135,28 @@ class Scorers:
         n_workers: int = 1,
         boot_deadline_s: float = 60.0,
         count: Callable[[str], None] = lambda name: None,
+        custom_rm_sandbox: bool = False,
+        sandbox_reads: Sequence[str] = (),
+        pass_env: Sequence[str] = (),
+        allow_weak_sandbox: bool = False,
     ) -> None:
         self._default = rm_type
         pool = partial(VerifierPool, n_workers=n_workers, boot_deadline_s=boot_deadline_s)
-        self._custom = pool(custom_rm_path) if custom_rm_path else None
+        limits = Profile(tuple(sandbox_reads), VERIFIER_BYTES, allow_weak_sandbox)
+        own = limits if custom_rm_sandbox else None
+        self._custom = pool(custom_rm_path, profile=own, pass_env=pass_env) if custom_rm_path else None
         self._remote = RemoteScorer(rm_url, batch=rm_batch_size) if rm_url else None
         self._judge = judge
-        self._code = code.CodeScorer()
-        self._gym = pool(gym.HOOK, name=GYM, eager=False)  # its library does not belong into this process
+        self._code = code.CodeScorer(weak=allow_weak_sandbox)
+        # Its library does not belong into this process, and evaluates some answers as Python.
+        self._gym = pool(gym.HOOK, name=GYM, eager=False, profile=limits)
         self._stack = AsyncExitStack()
         self._second_look: VerifierPool | None = None
         if self._custom is None and second_look.installed():
             eager = rm_type.removeprefix(BOXED) in MATH_RULES
-            self._second_look = pool(second_look.HOOK, setting="math-verify (the extra `math`)", eager=eager)
+            told = "math-verify (the extra `math`)"
+            # It only reads answers: where the kernel cannot hold it, it goes on all the same.
+            self._second_look = pool(second_look.HOOK, setting=told, eager=eager, profile=limits._replace(weak=True))
 
         def scorer(name: str, rule: Rule) -> Scorer:
             return MathScorer(name, rule, self._second_look, count) if isinstance(rule, MathRule) else RuleScorer(name, rule)
@@ -154,9 +165,9 @@ class Scorers:
         self._table |= {BOXED + name: BoxedScorer(scorer(name, rule)) for name, rule in BOXED_RULES.items()}
         if math_rule != FINAL:
             self._table |= {prefix + MATH: self._table[prefix + math_rule] for prefix in ("", BOXED)}
-        own: list[Scorer] = [self._code, self._gym]
-        own += [one for one in (self._remote, self._judge) if one is not None]
-        self._table |= {one.name: one for one in own} | {BOXED + one.name: BoxedScorer(one) for one in own}
+        others: list[Scorer] = [self._code, self._gym]
+        others += [one for one in (self._remote, self._judge) if one is not None]
+        self._table |= {one.name: one for one in others} | {BOXED + one.name: BoxedScorer(one) for one in others}
 
     async def __aenter__(self) -> Self:
         if self._default and self._custom is None:

@@ -22,6 +22,10 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     rm_type: str  # scorer of samples that name none
     math_rule: str  # the rule that the name math stands for
     custom_rm_path: str  # function(sample: dict) -> float | dict, sync or async; replaces rm_type
+    custom_rm_sandbox: bool  # that function has the sandbox's limits
+    sandbox_reads: tuple[str, ...]  # files that it may read then
+    pass_env: tuple[str, ...]  # variables that it has then, beside harmless ones
+    allow_weak_sandbox: bool  # go on where the kernel lacks a part
     rm_url: tuple[str, ...]  # services for rm_type remote_rm, which answer alike
     rm_batch_size: int  # samples in one question to them
     judge_url: str  # OpenAI-compatible endpoint for rm_type judge; empty = none
@@ -55,5 +59,8 @@ def text_by(tokenizer_dir: str, *, skip_special_tokens: bool) -> Callable[[Packe
 def scorers_of(spec: RewardSpec, count: Callable[[str], None]) -> Scorers:
     """What these settings score with, not entered yet."""
     judge = JudgeScorer(spec.judge_url, model=spec.judge_model, template_path=spec.judge_template_path) if spec.judge_url else None
-    alike = ("rm_type", "math_rule", "custom_rm_path", "rm_url", "rm_batch_size", "n_workers", "boot_deadline_s")
+    alike = (
+        *("rm_type", "math_rule", "custom_rm_path", "rm_url", "rm_batch_size", "n_workers", "boot_deadline_s"),
+        *("custom_rm_sandbox", "sandbox_reads", "pass_env", "allow_weak_sandbox"),
+    )
     return Scorers(judge=judge, count=count, **{name: getattr(spec, name) for name in alike})

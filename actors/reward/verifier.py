@@ -1,7 +1,8 @@
 """A verifier process: loads one hook and scores samples with it, apart from the actor, so that the actor may kill it.
 
-`python -m actors.reward.verifier HOOK PARENT_PID`, started by the pool only. Reads questions on its first standard input,
-writes answers on its first standard output; the hook's own prints go to standard error. Ends when its parent does.
+`python -m actors.reward.verifier HOOK PARENT_PID [PROFILE]`, started by the pool only. PROFILE: limits that it takes upon itself.
+Reads questions on its first standard input, writes answers on its first standard output; what the hook prints goes to standard
+error. Ends when its parent does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO
 
 from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain
 from actors.runtime.child import adopt_orphans, die_with_parent
+from actors.runtime.confine import confine_calls, confine_files, decoded, with_imports
 from actors.runtime.contained import contained, named
 from actors.runtime.hooks import awaited, load_hook, own_pipes, read_frame
 from actors.runtime.loopwatch_child import SHOW
@@ -41,13 +43,18 @@ def tell_args(values: Mapping[str, Any]) -> None:
 def main() -> None:
     """Serve until the parent closes the pipe."""
     hook_path, parent = sys.argv[1], int(sys.argv[2])
+    profile = decoded(sys.argv[3]) if len(sys.argv) > 3 else None
     _end_with(parent)
     faulthandler.enable()
     faulthandler.register(SHOW)
     lower_to(int(os.environ.get(NICE, "0")))
     asks, answers = own_pipes()
     try:
+        if profile is not None:
+            confine_files(with_imports(profile, hook_path))
         hook: Hook = reward_of(load_hook(hook_path), json.loads(os.environ.get(ARGS, "{}")))
+        if profile is not None:
+            confine_calls(profile)
     except BaseException as error:  # noqa: BLE001 - importing a hook may raise anything; it is told, not hidden
         _send(answers, Ready(error=named(error)))
         sys.exit(2)

@@ -1,7 +1,12 @@
 """Python code that nobody vouches for, run apart from the caller: one process each, forked from a server that is started once.
 
-What code here can and cannot do is in `sandbox_child.py`. Always true: every `run` returns a result that names its cause, within
-its deadline and a little more, whatever the code does; also when the server itself dies, which then starts anew. Linux only.
+    async with Sandbox(reads=("/data/questions",)) as box:
+        ran = await box.run("print(1 + 1)")                            # ran.cause == "ok", ran.stdout == "2\\n"
+        ran = await box.examine(program, "assert add(1, 2) == 3")      # "ok": the assertions hold
+
+What code here can and cannot do is in `confine.py` and `syscalls.py`. Always true: every `run` returns a result that names its
+cause, within its deadline and a little more, whatever the code does; also when the server itself dies, which then starts anew: what
+was in it runs again, each in a server of its own, so that no code pays for another's. Linux only.
 """
 
 from __future__ import annotations
@@ -9,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -22,13 +29,14 @@ from bus.errors import MilesAsyncError
 
 Cause = Literal["ok", "raised", "exit", "deadline", "cpu", "memory", "output", "crash", "lost"]
 """ok: ran to its end. raised: an exception, its trace on stderr. exit: `sys.exit` with another code than 0. deadline, cpu (seconds
-of processor), memory, output: a limit, and it was ended. crash: a signal. lost: the sandbox itself died of it twice."""
+of processor), memory, output: a limit, and it was ended. crash: a signal. lost: servers that ran nothing else died of it, twice."""
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-SCRIPT = Path(__file__).with_name("sandbox_child.py")
+ROOT = str(Path(__file__).resolve().parents[2])  # of our packages; code finds them by no path
+PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from actors.runtime.sandbox_child import main; sys.path.pop(0); main()"
 BOOT_S = 60.0
 GRACE_S = 20.0  # past a deadline, before a server that does not answer is given up
-TRIES = 2
+TRIES = 2  # of servers for one piece of code alone
 
 
 class SandboxUnavailable(MilesAsyncError):
@@ -54,16 +62,17 @@ class _Lost(Exception):
 class _Server:
     """One server process, never used again after its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, confined: bool) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, said: dict[str, Any]) -> None:
         self._process = process
         self._open: dict[int, asyncio.Future[Ran]] = {}
         self._listener = asyncio.create_task(self._listen(), name=f"sandbox {process.pid}")
-        self.confined = confined
+        self.confined, self.walled = bool(said["confined"]), bool(said["walled"])
+        self.missing = tuple(said["missing"])
 
     @classmethod
-    async def start(cls) -> Self:
+    async def start(cls, profile: dict[str, Any]) -> Self:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", str(SCRIPT)),
+            *(sys.executable, "-I", "-c", PROGRAM, json.dumps(profile)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=ENVIRONMENT,
@@ -83,11 +92,8 @@ class _Server:
             ) from error
         if "refused" in said:
             await process.wait()
-            raise SandboxUnavailable(
-                f"the Python sandbox cannot run here: {said['refused']}. It needs Linux with seccomp on x86_64 or aarch64. "
-                "No code was run."
-            )
-        return cls(process, bool(said["confined"]))
+            raise SandboxUnavailable(f"{said['refused']} No code was run.")
+        return cls(process, said)
 
     @property
     def alive(self) -> bool:
@@ -96,7 +102,7 @@ class _Server:
     async def ask(self, number: int, order: dict[str, Any]) -> Ran:
         """The answer to one order. Raises _Lost."""
         answer = self._open[number] = asyncio.get_running_loop().create_future()
-        body = msgspec.json.encode({"number": number, **order})
+        body = json.dumps({"number": number, **order}).encode()  # takes half of a surrogate pair too, which no UTF-8 does
         assert self._process.stdin is not None
         try:
             async with asyncio.timeout(float(order["deadline_s"]) + GRACE_S):
@@ -134,14 +140,18 @@ class _Server:
 
 class Sandbox:
     """Runs code for any number of callers, `width` pieces at once. Use as `async with`; entering starts the server and raises
-    SandboxUnavailable where it cannot work."""
+    SandboxUnavailable where it cannot work. `reads`: files and folders that code may read beside the interpreter's. `weak`: go on
+    where the kernel lacks a part of the limits; `missing` tells which."""
 
     def __init__(
-        self, *, width: int = 0, memory_bytes: int = 1 << 30, output_bytes: int = 1 << 16, deadline_s: float = 10.0
-    ) -> None:
+        self, *, width: int = 0, memory_bytes: int = 1 << 30, output_bytes: int = 1 << 16, deadline_s: float = 10.0,
+        reads: Sequence[str] = (), weak: bool = False,
+    ) -> None:  # fmt: skip
         self._limits = {"memory_bytes": memory_bytes, "output_bytes": output_bytes}
+        self._profile = {"reads": [os.path.abspath(path) for path in reads], "weak": weak}
         self._deadline_s = deadline_s
         self._slots = asyncio.Semaphore(width or os.cpu_count() or 1)
+        self._alone = asyncio.Semaphore(1)
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
         self._server: _Server | None = None
@@ -156,29 +166,56 @@ class Sandbox:
 
     @property
     def confined(self) -> bool:
-        """Whether code sees the interpreter's files only (Landlock); False: all files that we may read."""
+        """Whether code sees the interpreter's files and `reads` only; False: all files that we may read."""
         return self._server is not None and self._server.confined
+
+    @property
+    def walled(self) -> bool:
+        """Whether the second wall stands: no other process, no network and no other file even has a name in there."""
+        return self._server is not None and self._server.walled
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What the kernel lacks for the limits."""
+        return self._server.missing if self._server is not None else ()
 
     async def run(self, code: str, *, stdin: str = "", echo: bool = False, deadline_s: float | None = None) -> Ran:
         """Run `code` as a script whose standard input is `stdin`. `deadline_s` counts from its start, not from the call. `echo`:
         print the value of a last line that is an expression. Raises SandboxUnavailable only: the server does not start again."""
+        return await self._order(code, deadline_s, stdin=stdin, echo=echo)
+
+    async def examine(self, program: str, tests: str, *, deadline_s: float | None = None) -> Ran:
+        """Run `tests`, assertions about what `program` defines, in a process that the program cannot reach; "ok" when they hold.
+        How the two meet, and what that means for tests, is in `examiner.py`. Raises as `run`."""
+        return await self._order(program, deadline_s, tests=tests)
+
+    async def _order(
+        self, code: str, deadline_s: float | None, *, stdin: str = "", echo: bool = False, tests: str = ""
+    ) -> Ran:
         order = {
-            "code": code, "stdin": stdin, "echo": echo, "deadline_s": deadline_s or self._deadline_s, **self._limits
+            "code": code, "stdin": stdin, "echo": echo, "tests": tests, "deadline_s": deadline_s or self._deadline_s,
+            **self._limits,
         }  # fmt: skip
         async with self._slots:
+            with contextlib.suppress(_Lost):
+                return await (await self._ready()).ask(next(self._numbers), order)
+        async with self._alone:
             for _ in range(TRIES):
+                server = await _Server.start(self._profile)
                 try:
-                    return await (await self._ready()).ask(next(self._numbers), order)
+                    return await server.ask(next(self._numbers), order)
                 except _Lost:
                     continue
-        return Ran("lost", stderr=f"the sandbox died {TRIES} times with this code in it")
+                finally:
+                    await server.close()
+        return Ran("lost", stderr=f"the sandbox died {TRIES} times with this code alone in it")
 
     async def _ready(self) -> _Server:
         async with self._starting:
             if self._server is None or not self._server.alive:
                 if self._server is not None:
                     await self._server.close()
-                self._server = await _Server.start()
+                self._server = await _Server.start(self._profile)
             return self._server
 
 

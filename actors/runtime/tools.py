@@ -55,15 +55,15 @@ SHIPPED: Mapping[str, Tool] = {tool.name: tool for tool in (CALCULATOR, SEARCH, 
 
 
 class Toolbox:
-    """The tools of these names, ready to be called. `corpus`: a text or JSONL file for `search`. Use as `async with`; entering
-    raises Refused for what cannot be."""
+    """The tools of these names, ready to be called. `corpus`: a text or JSONL file for `search`; `weak`: as the sandbox has it. Use
+    as `async with`; entering raises Refused for what cannot be."""
 
-    def __init__(self, names: Sequence[str], *, corpus: str = "", python_deadline_s: float = 10.0) -> None:
+    def __init__(self, names: Sequence[str], *, corpus: str = "", python_deadline_s: float = 10.0, weak: bool = False) -> None:
         unknown = [name for name in names if name not in SHIPPED]
         if unknown:
             raise Refused(f"--tools {','.join(unknown)}: there is no such tool. Tools: {', '.join(SHIPPED)}.")
         self.specs = [SHIPPED[name].spec for name in names]
-        self._names, self._corpus, self._python_deadline_s = names, corpus, python_deadline_s
+        self._names, self._corpus, self._python_deadline_s, self._weak = names, corpus, python_deadline_s, weak
         self._calls: dict[str, Callable[..., Awaitable[str]]] = {}
         self._stack = AsyncExitStack()
 
@@ -72,7 +72,7 @@ class Toolbox:
             process = await self._stack.enter_async_context(ToolProcess(self._corpus if "search" in apart else None))
             self._calls |= {name: partial(process.call, name) for name in apart}
         if "python" in self._names:
-            sandbox = await self._stack.enter_async_context(Sandbox(deadline_s=self._python_deadline_s))
+            sandbox = await self._stack.enter_async_context(Sandbox(deadline_s=self._python_deadline_s, weak=self._weak))
 
             async def python(code: str) -> str:
                 ran = await sandbox.run(code, echo=True)
@@ -87,9 +87,14 @@ class Toolbox:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The answer to a call whose name and arguments fit `specs`."""
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in arguments.values()]
-        answer = await self._calls[name](*(text.encode(errors="replace").decode() for text in texts))
+        texts = [as_text(value if isinstance(value, str) else json.dumps(value)) for value in arguments.values()]
+        answer = as_text(await self._calls[name](*texts))
         return answer if len(answer) <= ANSWER_CHARS else f"{answer[:ANSWER_CHARS]}... ({len(answer)} characters)"
+
+
+def as_text(said: str) -> str:
+    """Without halves of surrogate pairs, which JSON can say and no text can hold: they are spelled."""
+    return said.encode("utf-8", "backslashreplace").decode()
 
 
 class ToolProcess:

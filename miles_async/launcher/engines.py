@@ -88,6 +88,7 @@ def _agent(r: RolloutSettings) -> AgentSpec | None:
         idle_s=r.agent_idle_s,
         template_path=r.chat_template_path or "",
         template_kwargs=r.apply_chat_template_kwargs or "",
+        allow_weak_sandbox=r.allow_weak_sandbox,
     )
 
 

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from actors.reward.rules import MATH_RULES
+from actors.runtime.confine import NO_LANDLOCK, lacking
 from actors.runtime.parts import BadRow, parts_of
 from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
@@ -59,6 +60,7 @@ def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: b
     hints = list(refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ())
     hints += refused.attempt(check_memory, settings, config) or ()
     hints += kernels_missing(settings)
+    hints += refused.attempt(sandbox_missing, settings) or ()
     refused.attempt(check_trackers, settings)
     data = refused.attempt(check_data, settings)
     if data is not None:
@@ -70,6 +72,22 @@ def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: b
     refused.raise_all()
     assert data is not None
     return Preflight(*data, model_context(config), tuple(hints))
+
+
+def sandbox_missing(settings: RunSettings) -> list[str]:
+    """What this kernel lacks for code that a model wrote, where the run has such code: refused, or a note where it goes on."""
+    r, missing = settings.rollout, lacking()
+    own = [flag for flag in ("environment_sandbox", "custom_rm_sandbox") if getattr(r, flag)]
+    ships = (r.rm_type or "").removeprefix("boxed_") == "unit_tests" or "python" in r.tools
+    if missing == (NO_LANDLOCK,) and not own:
+        return []  # the sandbox itself may have namespaces instead; it says so when it starts
+    if not missing or not (own or ships):
+        return []
+    if not r.allow_weak_sandbox:
+        why = f"this kernel lacks {' and '.join(missing)}, and the run has code in a sandbox"
+        remedy = "Use a kernel (or container settings) that has it, or set --allow-weak-sandbox to go on without."
+        raise refusal("allow_weak_sandbox", False, why, remedy)
+    return [f"the sandbox is weak here: this kernel lacks {' and '.join(missing)}, and --allow-weak-sandbox says to go on"]
 
 
 def kernels_missing(s: RunSettings) -> Iterator[str]:

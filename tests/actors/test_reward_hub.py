@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from actors.reward.code import cases_of, program_of
+from actors.reward.code import CodeScorer, cases_of, program_of
 from actors.reward.judge import JudgeScorer
 from actors.reward.remote import RemoteScorer
 from actors.reward.sample import BadLabel, Sample, SampleGroup, ScorerFailed, settle
@@ -97,6 +97,13 @@ async def test_the_judge_sees_the_template_filled_in_and_its_last_score_counts(
 
 
 GOOD = "Here it is.\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+# Ways in which a program of no worth earned the reward when its assertions ran beside it.
+REWARDS_ITSELF = [
+    "import linecache, os\nprint([v[2] for v in linecache.cache.values()][-1])\nos._exit(0)",
+    "import os, sys\nprint(sys._getframe().f_code.co_consts[-1], flush=True)\nos._exit(0)",
+    "import sys\nframe = sys._getframe()\nwhile frame:\n    print(frame.f_locals)\n    frame = frame.f_back\nsys.exit(0)",
+    "class Equal:\n    __eq__ = lambda self, other: True\ndef add(a, b):\n    return Equal()",
+]
 ECHO = "```\nprint(int(input()) * 2)\n```"
 
 
@@ -115,9 +122,23 @@ async def test_programs_are_scored_by_their_tests_in_the_sandbox() -> None:
         for end in ("exit()", "import os; os._exit(0)", "raise SystemExit"):  # before the assertions are reached
             assert await score(f"```\n{end}\n```", "assert False") == {"score": 0.0, "passed": 0.0}
         assert await score("", "assert True") == {"score": 0.0, "passed": 0.0}
+        for way in REWARDS_ITSELF:
+            assert (await score(f"```\n{way}\n```", "assert add(1, 2) == 3"))["score"] == 0.0, way
+        calls = json.dumps({"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, ["ab"]]})
+        assert await score(GOOD, calls) == {"score": 1.0, "passed": 1.0}
+        method = "```\nclass Solution:\n    def add(self, a, b):\n        return a + b if b == 2 else (a + b,)\n```"
+        assert await score(method, calls) == {"score": 1.0, "passed": 1.0}
         assert settle(await score(GOOD, "assert add(2, 2) == 4"), scorer.default_key, "x").scalar == 1.0
         with pytest.raises(BadLabel, match="holds tests"):
             await score(GOOD, "")
+
+
+async def test_a_program_that_was_not_tested_is_no_failed_one() -> None:
+    """Its sandbox was ended from outside, again and again, as when memory is short."""
+    async with CodeScorer() as scorer:
+        scorer._sandbox._limits["output_bytes"] = "none"  # no server takes such an order
+        with pytest.raises(ScorerFailed, match="was not tested: the sandbox died"):
+            await scorer.score(sample(GOOD, "assert add(1, 2) == 3"), 30.0)
 
 
 def test_tests_and_programs_as_data_sets_and_models_write_them() -> None:

@@ -36,12 +36,13 @@ def call(name: str, **arguments: object) -> str:
 
 
 async def play(
-    chat: Chat, script: Callable[[str], str], *, max_turns: int = 4, tokens: int = 4000, context: int = 0
+    chat: Chat, script: Callable[[str], str], *, max_turns: int = 4, tokens: int = 4000, context: int = 0,
+    tools: tuple[str, ...] = ("calculator",),
 ) -> tuple[Trajectory, ScriptedSession, Counter[str]]:
     counts: Counter[str] = Counter()
     of = task(chat.render([{"role": "user", "content": "3*4?"}]), max_new_tokens=tokens)
     session = ScriptedSession(chat, of, script)
-    async with Toolbox(["calculator"]) as toolbox:
+    async with Toolbox(tools) as toolbox:
         loop = ToolLoop(
             *(chat, "hermes", toolbox), max_turns=max_turns, context=context, count=lambda name, by=1: counts.update({name: by})
         )
@@ -59,6 +60,30 @@ async def test_calls_are_answered_until_the_model_answers_without_one(chat: Chat
     assert chat.decode(found.segments[1].tokens) == "\n<s>user\n12<e>\n<s>user\nerror: division by zero<e>\n<s>assistant\n"
     assert session.seen[1] == [*found.prompt, *found.segments[0].tokens, *found.segments[1].tokens]
     assert [name for name, _ in session.told] == ["calculator", "calculator"] and counts["tool_calls"] == 2
+
+
+HALF = "\ud800"  # of a pair of surrogates
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        (call("python", code=f"print('{HALF}')"), "surrogates not allowed"),
+        (call("python", code="print(chr(0xD800))"), "\\ud800"),
+        (call("python", code="import os; os.write(1, bytes([65, 200]))"), "A\ufffd"),
+        (call("calculator", expression=HALF), "error: "),
+        (call("python", **{HALF: "1"}), "there is no argument '\\ud800'"),
+        (call(HALF), "there is no tool '\\ud800'"),
+        (call(HALF).replace("{}", "5"), "the arguments of \\ud800 are no object"),
+        (call("python", code=[HALF]), "ud800"),
+    ],
+)
+async def test_what_is_no_text_is_told_to_the_model_as_text(chat: Chat, said: str, heard: str) -> None:
+    def script(text: str) -> str:
+        return "sorry" if text.count("<s>user") > 1 else said
+
+    found, _, _ = await play(chat, script, tools=("calculator", "python"))
+    assert heard in chat.decode(found.segments[1].tokens) and found.response == "sorry"
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ async def adds(task: Task, session: Session) -> list[Trajectory]:
 
 def spec_of(**fields: Any) -> EnvironmentsSpec:
     usual = {"environment_path": "tests.engine.counting.Counts", "environment_slots": 4, "environment_timeout_s": 30.0}
-    rest = {"environment_idle_s": 600.0, "environment_sandbox": False}
-    return EnvironmentsSpec(**(usual | rest | fields))
+    rest = {"environment_idle_s": 600.0, "environment_sandbox": False, "sandbox_reads": (), "pass_env": ()}
+    return EnvironmentsSpec(**(usual | rest | {"allow_weak_sandbox": False} | fields))
 
 
 @asynccontextmanager

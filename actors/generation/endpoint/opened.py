@@ -33,7 +33,7 @@ async def open_program(context: Context, spec: GenerationSpec) -> AsyncIterator[
         async with Endpoint(chat, kind, context.count, context=longest) as endpoint:
             yield AgentProgram(load_hook(agent.function), endpoint, idle_s=agent.idle_s)
         return
-    async with Toolbox(agent.tools, corpus=agent.corpus) as tools:
+    async with Toolbox(agent.tools, corpus=agent.corpus, weak=agent.allow_weak_sandbox) as tools:
         yield ToolLoop(chat, kind, tools, max_turns=agent.max_turns, count=context.count, context=longest)
 
 

@@ -15,7 +15,7 @@ from actors.generation.endpoint.calls import Call, fault, parse
 from actors.generation.rollouts.session import Segment, Session, Task, Trajectory, env
 from actors.runtime.chat import BadChat, Chat
 from actors.runtime.template import ASKED, call_id, calling
-from actors.runtime.tools import Toolbox
+from actors.runtime.tools import Toolbox, as_text
 from bus.messages.samples import Sampling
 
 
@@ -40,7 +40,7 @@ class ToolLoop:
             calls = parse(text, self._kind, self._toolbox.specs)
             if not calls or not left or made.finish == "length" or session.left <= 0:
                 break
-            answers = [fault(call, self._toolbox.specs) for call in calls]
+            answers = [as_text(fault(call, self._toolbox.specs)) for call in calls]
             self._count("tool_calls", len(calls))
             self._count("tool_calls_faulty", sum(map(bool, answers)))
             for index, call in enumerate(calls):

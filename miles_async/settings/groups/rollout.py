@@ -226,7 +226,25 @@ shows the next one where it says <image>."""),
         float, doc("Time without a question after which an environment is ended.", unit="seconds", gt=0, ours=True)
     ] = 600.0
     environment_sandbox: Annotated[
-        bool, doc("Environments open no socket, start no process and write no file once their module is loaded (Linux).", ours=True)
+        bool,
+        doc(
+            "Environments write no file and read Python's packages and sandbox_reads only; once their module is loaded they "
+            "open no socket and start no process (Linux).", ours=True
+        ),
+    ] = False
+    custom_rm_sandbox: Annotated[
+        bool, doc("The same for the function of custom_rm_path; for one that runs or evaluates what the model wrote.", ours=True)
+    ] = False
+    sandbox_reads: Annotated[
+        tuple[str, ...], doc("Files and folders that sandboxed environments and reward functions may read.", ours=True)
+    ] = ()
+    pass_env: Annotated[
+        tuple[str, ...],
+        doc("Names of variables that sandboxed environments and reward functions get beside harmless ones as PATH.", ours=True)
+    ] = ()
+    allow_weak_sandbox: Annotated[
+        bool,
+        doc("Go on where the kernel lacks a part of the sandbox, which is told; else code is refused there.", ours=True)
     ] = False
     rollout_timeout_s: Annotated[
         float, doc("Longest run of such a program on one worker; then the sample is tried again.", unit="seconds", gt=0, ours=True)
