@@ -97,7 +97,7 @@ class Lexer:
         """What stands in `((` and `))`; None, and nothing passed, where that is not arithmetic."""
         start = self._i
         self._i += 1
-        self._skip(")")
+        self._skip(")", sums=True)
         if self._s[self._i - 2 : self._i] == "))":
             return self._s[start + 2 : self._i - 2]
         self._i = start
@@ -186,7 +186,7 @@ class Lexer:
             return Part("var", name[0], quoted, s[start : self._i])
         if then == "(":
             self._i += 1
-            self._skip(")")
+            self._skip(")", sums=s.startswith("(", self._i))
             raw = s[start : self._i]
             if raw.startswith("$((") and raw.endswith("))"):
                 return Part("sum", raw[3:-2], quoted, raw)
@@ -223,17 +223,17 @@ class Lexer:
         star = "*" if "*" in (index, name) else index or ""
         return Part(kind, name, quoted, self._s[start : self._i], operator or "", default, star)
 
-    def _skip(self, close: str) -> None:
-        """To behind the bracket or quote that closes what was opened."""
+    def _skip(self, close: str, *, sums: bool = False) -> None:
+        """To behind the bracket or quote that closes what was opened. sums: it is arithmetic."""
         s = self._s
         while self._i < len(s):
             c = s[self._i]
             self._i += 1
             if c == close:
                 return
-            if close == ")" and c == "#" and s[self._i - 2] in " \t\n":
+            if close == ")" and not sums and c == "#" and s[self._i - 2] in " \t\n":
                 self._i = self._find("\n")
-            elif close == ")" and c == "<" and (document := _DOCUMENT.match(s, self._i - 1)):
+            elif close == ")" and not sums and c == "<" and (document := _DOCUMENT.match(s, self._i - 1)):
                 end = re.compile(
                     rf"^{chr(9) + '*' if document[1] else ''}{re.escape(document[3])}$", re.MULTILINE
                 ).search(s, self._find("\n"))
@@ -245,7 +245,7 @@ class Lexer:
             elif c == '"':
                 self._skip('"')
             elif c == "(" and (close == ")" or s[self._i - 2] == "$"):
-                self._skip(")")
+                self._skip(")", sums=sums)
             elif c == "{" and s[self._i - 2] == "$":
                 self._skip("}")
         raise self._unclosed(close)

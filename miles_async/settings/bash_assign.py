@@ -12,7 +12,7 @@ from pathlib import Path
 from miles_async.settings.bash import Token
 from miles_async.settings.bash_pure import format_text
 from miles_async.settings.bash_sums import Unknown
-from miles_async.settings.bash_words import Word, Words, joined
+from miles_async.settings.bash_words import Word, Words, joined, place
 
 Status = bool | None
 """Whether a command succeeds; None where only a shell knows."""
@@ -32,7 +32,7 @@ class Assignments(Words):
             if name == "local" and self.local and not variable.startswith("-"):
                 self.local[-1].setdefault(variable, self.now.values.get(variable))
                 if token.assigned is None:
-                    self.put(variable, [Word("", f"{file}:{token.line}")])
+                    self.put(variable, [Word("", place(file, token.line))])
             if token.assigned is not None:
                 self.assign(token, file)
             if name == "export" or (name in ("declare", "typeset") and "-x" in [t.text for t in tokens]):
@@ -45,7 +45,7 @@ class Assignments(Words):
         words, old = self.value(token, file), self.now.values.get(name, [])
         array = token.elements is not None
         if any(element.assigned and element.text.startswith("[") for element in token.elements or ()) or index:
-            self._element(name, index, words, old, f"{file}:{token.line}")
+            self._element(name, index, words, old, place(file, token.line))
         elif append and array:
             self.put(name, [*old, *words], array=True)
         elif append:
@@ -54,7 +54,7 @@ class Assignments(Words):
         else:
             self.put(name, words, array=array)
             parts = token.parts or ()
-            if not array and words[0].unread and len(parts) == 1 and parts[0].kind in ("sub", "no"):
+            if not array and len(parts) == 1 and parts[0].kind in ("sub", "no") and words[0].text == parts[0].raw:
                 self.put(name, [words[0]._replace(text=f"${name}")])  # for what is printed, and for JSON
         return None if any(part.kind == "sub" for part in token.parts or ()) else True
 

@@ -17,9 +17,9 @@ from typing import Any
 from miles_async.settings import bash_tree as tree
 from miles_async.settings.bash import Token
 from miles_async.settings.bash_assign import Assignments, Status
-from miles_async.settings.bash_pure import Decider, Item, printed
+from miles_async.settings.bash_pure import PRINTING, Decider, Item, printed
 from miles_async.settings.bash_pure import joined as led
-from miles_async.settings.bash_words import ARCHITECTURE, Word, joined
+from miles_async.settings.bash_words import ARCHITECTURE, Variables, Word, joined, merged, place
 from miles_async.settings.errors import SettingsError, parsed
 from miles_async.settings.model_file import find_above, model_words
 
@@ -75,7 +75,8 @@ class Commands(Assignments):
         self.files, self.depth = 0, 0
         self.functions: dict[str, tuple[tree.Node, str]] = {}
         self.out: list[Word] | None = None  # what is printed, where somebody reads it
-        self.may_be_left = False  # a loop or function, by a branch that is not decided
+        self.left: list[tuple[str, Variables]] = []
+        """Where a branch that is not decided leaves a loop or a function: how, and what holds then."""
 
     def file(self, path: Path) -> None:
         raise NotImplementedError
@@ -113,7 +114,7 @@ class Commands(Assignments):
         program = next((i for i, word in enumerate(words) if Path(word.text).name in PROGRAMS), 0)
         if name in DECLARE:
             return self.declare(name, node.words[at + 1 :], file)
-        if program and name not in STARTS_NONE and printed(name, [], "") is None:
+        if program and name not in STARTS_NONE and name not in PRINTING - {"python3", "python"}:
             self._start(words, program, {key: value[0] for key, value in prefix.items()})
             return True
         kept = {key: (self.now.values.get(key), key in self.now.exported) for key in prefix}
@@ -128,7 +129,7 @@ class Commands(Assignments):
         out = self.out
         if node.written:
             self.out = None if out is None else []
-            if node.written not in ("&", "/dev/null") and printed(name, ["0"], "0") is not None:
+            if node.written not in ("&", "/dev/null") and name in PRINTING:
                 self._not_run(f"{name} > {node.written}", node.line)
         try:
             return self._called(name, words, node, file)
@@ -145,7 +146,7 @@ class Commands(Assignments):
     def _called(self, name: str, words: list[Word], node: tree.Simple, file: str) -> Status:
         rest, line = words[1:], node.line
         texts = [word.known for word in rest]
-        where = f"{file}:{line}"
+        where = place(file, line)
         known = [text for text in texts if text is not None]
         builtin: dict[str, Callable[[], Status]] = {
             "eval": lambda: self._texts(rest, name),
@@ -197,6 +198,9 @@ class Commands(Assignments):
             if len(plain) == 1 and plain[0] and self.now.folder and (name == "realpath" or "-f" in texts):
                 self._print(Word(os.path.realpath(led(self.now.folder, plain[0])) + "\n", where))
                 return True
+        if name == "cat" and not texts and self.given is not None:
+            self._print(self.given)
+            return True
         given = self.given.known if self.given is not None else None
         found = None if None in texts else printed(name, [text for text in texts if text is not None], given)
         if found is not None:
@@ -204,7 +208,7 @@ class Commands(Assignments):
             self._print(Word(found[0], where, bare, found[0] if bare else None))
             return found[1]
         if self.out is not None:
-            why = next((word.unread for word in words[1:] if word.unread), "") if printed(name, ["0"], "0") else ""
+            why = next((word.unread for word in words[1:] if word.unread), "") if name in PRINTING else ""
             self._print(Word(f"`{name}`", where, why or f"`{name}` is not run"))
         elif name not in QUIET:
             self._not_run(" ".join(word.text for word in words[: 1 + (name == "ray")]), line)
@@ -259,16 +263,11 @@ class Commands(Assignments):
         body, file = self.functions[name]
         if self.depth >= DEEPEST:
             return None
-        before = (self.arguments, self.may_be_left)
-        self.arguments, self.may_be_left = arguments, False
+        before, self.arguments = self.arguments, arguments
         self.depth += 1
         self.local.append({})
         try:
-            return self.node(body, file)
-        except Left as left:
-            if left.kind != "return":
-                raise
-            return None
+            return self.returning(lambda: self.node(body, file), f"the function {name}")
         finally:
             for variable, words in self.local.pop().items():
                 if words is None:
@@ -276,7 +275,23 @@ class Commands(Assignments):
                 else:
                     self.now.values[variable] = words
             self.depth -= 1
-            self.arguments, self.may_be_left = before
+            self.arguments = before
+
+    def returning(self, run: Callable[[], Status], what: str) -> Status:
+        """Run a function or a file, which `return` leaves."""
+        outer, self.left = self.left, []
+        status: Status = None
+        try:
+            status = run()
+        except Left as left:
+            if left.kind == "exit":
+                raise
+        finally:
+            mine, self.left = self.left, outer
+        if mine:
+            self.now, _ = merged([self.now, *(then for _, then in mine)], what)
+            return None
+        return status
 
     # -- where it goes on -----------------------------------------------------------------------------------------------
 

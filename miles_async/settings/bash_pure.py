@@ -237,6 +237,8 @@ _PROGRAMS: dict[str, Callable[[list[str], str | None], Printed]] = {
     "true": lambda _words, _given: ("", True), ":": lambda _words, _given: ("", True), "false": lambda _words, _given: ("", False),
 }  # fmt: skip
 
+PRINTING = frozenset(_PROGRAMS)
+"""Programs that do nothing but print."""
 
 # -- tests ----------------------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,11 @@ class Word(NamedTuple):
         return self.empty if self.unread else self.text
 
 
+def place(file: str, line: int) -> str:
+    """A place in a file; what is read out of a word stands where the word does."""
+    return file if ":" in file else f"{file}:{line}"
+
+
 def joined(words: list[Word], between: str) -> Word:
     known = [word.known for word in words]
     text = between.join(word.text for word in words)
@@ -199,11 +204,11 @@ class Words:
         plain = token.parts[0] if token.parts else None
         if plain and plain == Part("lit", "~", False):
             whole = (plain, *whole[1:])
-        return joined(self.fields(Token(token.line, "", whole), file) or [Word("", f"{file}:{token.line}")], " ")
+        return joined(self.fields(Token(token.line, "", whole), file) or [Word("", place(file, token.line))], " ")
 
     def fields(self, token: Token, file: str) -> list[Word]:
         """The words that one word expands to: none, one or several."""
-        where = f"{file}:{token.line}"
+        where = place(file, token.line)
         found: list[Word] = []
         now: Word | None = None
         parts = list(token.parts or ())

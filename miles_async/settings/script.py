@@ -20,7 +20,7 @@ from miles_async.settings.bash_assign import Status
 from miles_async.settings.bash_commands import DEEPEST, MOST_FILES, PROGRAMS, Commands, Left, Script
 from miles_async.settings.bash_pure import Decider, Item, both, either
 from miles_async.settings.bash_sums import Unknown
-from miles_async.settings.bash_words import Word, joined, merged
+from miles_async.settings.bash_words import Word, joined, merged, place
 from miles_async.settings.errors import SettingsError
 
 __all__ = ["Script", "Word", "read_script"]
@@ -74,11 +74,9 @@ class _Reader(Commands):
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise SettingsError(f"cannot read {path}: {why}", remedy="Give a launch script.") from None
         self.sourced.append(str(path))
+        body = tree.parse(text, path.name)
         try:
-            self.body(tree.parse(text, path.name), path.name)
-        except Left as left:
-            if left.kind == "exit":
-                raise
+            self.returning(lambda: self.body(body, path.name), f"the file {path.name}")
         finally:
             self.sourced.pop()
 
@@ -87,7 +85,7 @@ class _Reader(Commands):
         unread = Word(part.raw, where, f"{part.raw} is not run")
         if self.depth >= DEEPEST:
             return unread
-        before, self.out = (self.now.copy(), self.out, self.may_be_left), []
+        before, self.out, self.left = (self.now.copy(), self.out, self.left), [], []
         self.depth += 1
         try:
             self.body(tree.parse(part.text, where.partition(":")[0]), where)
@@ -96,17 +94,15 @@ class _Reader(Commands):
                 self.out = [unread]
         finally:
             found = self.out
-            self.now, self.out, self.may_be_left = before
+            self.now, self.out, self.left = before
             self.depth -= 1
         word = joined(found or [Word("", where)], "")._replace(where=where)
         if word.unread and word.empty is None:
-            return unread._replace(unread=word.unread if word.unread and " is set " in word.unread else unread.unread)
-        known = word.known or ""
-        return (
-            Word(known.rstrip("\n"), where)
-            if not word.unread
-            else Word(part.raw, where, word.unread, known.rstrip("\n"))
-        )
+            if len(found or ()) == 1 and not word.text.startswith("`"):
+                return word._replace(text=word.text.rstrip("\n"))  # a here-document, of which parts are known
+            return unread._replace(unread=word.unread if " is set " in word.unread else unread.unread)
+        known = (word.known or "").rstrip("\n")
+        return Word(part.raw, where, word.unread, known) if word.unread else Word(known, where)
 
     def body(self, body: tree.Body, file: str) -> Status:
         status: Status = True
@@ -148,13 +144,13 @@ class _Reader(Commands):
                 return Decider(self.items(tokens, file), double=True).decide()
             case tree.Sum(text=text, line=line):
                 try:
-                    return self.number(text, f"{file}:{line}") != 0
+                    return self.number(text, place(file, line)) != 0
                 except Unknown:
                     return None
 
     def apart(self, run: Callable[[], Status]) -> Status:
         """Run in a shell of its own: what it sets is lost, and `exit` ends that alone."""
-        before = self.now.copy()
+        before, outer, self.left = self.now.copy(), self.left, []
         try:
             return run()
         except Left as left:
@@ -162,7 +158,7 @@ class _Reader(Commands):
                 raise
             return None
         finally:
-            self.now = before
+            self.now, self.left = before, outer
 
     def _pipe(self, node: tree.Pipe, file: str) -> Status:
         status: Status = None
@@ -203,21 +199,23 @@ class _Reader(Commands):
             except Left as one:
                 left = one
                 if one.kind != "exit":  # a loop or function may be left here, with what holds now
-                    self.may_be_left = True
-                    ends.append(self.now)
+                    self.left.append((one.kind, self.now))
             found.append(self.out or [])
         self.now, self.out = start, out
-        where = f"{what} at {file}:{line}"
+        where = f"{what} at {place(file, line)}"
         if out is not None:
             out += (
                 found[0] if all(one == found[0] for one in found) else [Word("$", where, f"it is printed in {where}")]
             )
-        if not ends:
-            assert left is not None
+        if not ends and left is not None:
+            if left.kind != "exit":
+                self.now = self.left.pop()[1]
             raise left
         self.now, differ = merged(ends, where)
         if differ and what.startswith("the `") and out is None:
-            self.notes.append(f"{file}:{line}: {what[4:]} is not decided, so {', '.join(differ)} may be otherwise")
+            self.notes.append(
+                f"{place(file, line)}: {what[4:]} is not decided, so {', '.join(differ)} may be otherwise"
+            )
         return statuses[0] if statuses and all(one == statuses[0] for one in statuses) else None
 
     def _if(self, arms: tuple[tuple[tree.Body, tree.Body], ...], node: tree.If, file: str) -> Status:
@@ -249,28 +247,37 @@ class _Reader(Commands):
 
     # -- loops -------------------------------------------------------------------------------------------------------
 
-    def _pass(self, body: tree.Body, file: str) -> bool:
-        """One pass of a loop; whether another may follow."""
+    def _pass(self, body: tree.Body, file: str, where: str) -> bool:
+        """One pass of a loop; whether another may follow. After a pass that may have been the last, or not, unread is all that
+        it set."""
+        start, outer, self.left = self.now.copy(), self.left, []
+        more: bool = True
         try:
             self.body(body, file)
         except Left as left:
             if left.kind not in ("break", "continue"):
                 raise
-            return left.kind == "continue"
-        return not self.may_be_left
+            more = left.kind == "continue"
+        finally:
+            mine, self.left = self.left, outer
+        outer += [(kind, then) for kind, then in mine if kind == "return"]
+        ends = [then for kind, then in mine if kind != "return"]
+        if ends:
+            self.now, _ = merged([self.now, *ends], where)
+        if any(kind != "continue" for kind, _ in mine):
+            self.now, _ = merged([start, self.now], where)
+            return False
+        return more
 
     def _unsure(self, kind: str, body: tree.Body, file: str, line: int) -> Status:
         """A loop of nobody knows how many passes."""
-        where = f"the `{kind}`"
+        what = f"the `{kind}`"
 
         def once() -> Status:
-            self._pass(body, file)
+            self._pass(body, file, f"{what} at {place(file, line)}")
             return None
 
-        before = self.may_be_left
-        self._branches([None, once], where, file, line)
-        self.may_be_left = before
-        return None
+        return self._branches([None, once], what, file, line)
 
     def _for(self, node: tree.For, file: str) -> Status:
         words = (
@@ -278,46 +285,38 @@ class _Reader(Commands):
             if node.words is None
             else [word for token in node.words for word in self.fields(token, file)]
         )
-        where = f"{file}:{node.line}"
+        where = place(file, node.line)
         starts = any(program in str(node.body) for program in PROGRAMS)
         if node.kind == "select" or any(word.unread for word in words) or (starts and len(words) > 1):
             why = f"{node.name} is set in the `{node.kind}` at {where}"
             self.put(node.name, [Word(f"${node.name}", where, why)])
             if starts:
-                self._pass(node.body, file)
+                self._pass(node.body, file, f"the `{node.kind}` at {where}")
                 return None
             return self._unsure(node.kind, node.body, file, node.line)
-        before, self.may_be_left = self.may_be_left, False
         for word in words:
             self.put(node.name, [word])
-            if not self._pass(node.body, file):
+            if not self._pass(node.body, file, f"the `for` at {where}"):
                 break
-        self.may_be_left = before
         return True
 
     def _count(self, node: tree.Count, file: str) -> Status:
-        where = f"{file}:{node.line}"
-        before, self.may_be_left = self.may_be_left, False
+        where = place(file, node.line)
         try:
             self.number(node.begin, where)
             while not node.test.strip() or self.number(node.test, where):
-                if not self._pass(node.body, file):
+                if not self._pass(node.body, file, f"the `for` at {where}"):
                     break
                 self.number(node.step, where)
             return True
         except Unknown:
             return self._unsure("for", node.body, file, node.line)
-        finally:
-            self.may_be_left = before
 
     def _while(self, node: tree.While, file: str) -> Status:
-        before, self.may_be_left = self.may_be_left, False
-        try:
-            while True:
-                status = self.body(node.test, file)
-                if status is None:
-                    return self._unsure(node.kind, node.body, file, node.line)
-                if status == (node.kind == "until") or not self._pass(node.body, file):
-                    return True
-        finally:
-            self.may_be_left = before
+        where = f"the `{node.kind}` at {place(file, node.line)}"
+        while True:
+            status = self.body(node.test, file)
+            if status is None:
+                return self._unsure(node.kind, node.body, file, node.line)
+            if status == (node.kind == "until") or not self._pass(node.body, file, where):
+                return True
