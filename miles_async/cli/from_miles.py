@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from miles_async.cli.flags import Parsed, parse_flags
+from miles_async.settings.bash_words import ARCHITECTURE
 from miles_async.settings.catalog import PREFIXES, names, passed_on
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import FlagValue
 from miles_async.settings.miles import NEEDLESS, NOT_COMPARED, OTHERWISE, fate
-from miles_async.settings.bash_words import ARCHITECTURE
+from miles_async.settings.recipe import read_recipe
 from miles_async.settings.script import Script, Word, read_script
 
 FLAG = "--from-miles"
@@ -80,7 +81,8 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
     if not path or path.startswith("--"):
         raise SettingsError(f"{FLAG} needs a value", remedy="It takes the path of a launch script.")
     path, *arguments = _with_arguments(path)
-    script = read_script(Path(path), arguments=tuple(arguments))
+    read = read_recipe if path.endswith(".py") else read_script
+    script = read(Path(path), arguments=tuple(arguments))
     own = parse_flags(rest, switches, Refusals())
     flags = list(_flags(script, refused))
     known, rows = list[str](), list[tuple[str, str, str]]()

@@ -23,7 +23,7 @@ from miles_async.settings.bash_sums import Unknown
 from miles_async.settings.bash_words import Word, joined, merged, place
 from miles_async.settings.errors import SettingsError
 
-__all__ = ["Script", "Word", "read_script"]
+__all__ = ["Script", "Word", "read_script", "read_text"]
 
 MOST_STEPS = 50_000  # commands; a script has some hundred
 
@@ -52,6 +52,16 @@ def read_script(path: Path, environ: Mapping[str, str] | None = None, arguments:
     if reader.not_run:
         script.notes.append("not run: " + ", ".join(f"{name} ({', '.join(at)})" for name, at in reader.not_run.items()))
     return script
+
+
+def read_text(text: str, where: str, environ: Mapping[str, str]) -> Script:
+    """What one command line of bash gives to train.py; all its words stand at `where`. SettingsError when it is none."""
+    reader = _Reader(Path(where.partition(":")[0]), (), environ)
+    reader.body(tree.parse(text, where.partition(":")[0]), where)
+    if len(reader.starts) != 1:
+        raise SettingsError(f"{where} gives train.py no command line", remedy="Give its flags behind `miles-async train`.")
+    reader.script.notes += reader.notes
+    return reader.script
 
 
 class _Reader(Commands):
