@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.runtime.sandbox import Ran, Sandbox, SandboxUnavailable
-from miles_async.settings import recipe_child
+from miles_async.settings import recipe_absent, recipe_child, recipe_typer
 from miles_async.settings.bash_words import ARCHITECTURE
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.model_file import find_above, model_words
@@ -29,6 +29,16 @@ MOST_SOURCES, MOST_CHARACTERS = 64, 1 << 21
 DEADLINE_S = 20.0
 OUTPUT_BYTES = 1 << 21
 MEMORY_BYTES = 1 << 30
+MOST_ROUNDS = 5
+BOOT = """
+import json, sys, types
+order = json.loads(sys.stdin.read())
+for name, text in order["ours"].items():
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+module.main(order)
+"""
+"""Makes modules of our own texts in the sandbox, which has no way to our files, and runs the last one."""
 OF_HELPERS = (
     "WANDB_API_KEY", "GITHUB_COMMIT_NAME", "SLURM_JOB_NUM_NODES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG",
     "MILES_TEST_ENABLE_INFINITE_RUN",
@@ -53,33 +63,45 @@ def read_recipe(path: Path, environ: Mapping[str, str] | None = None, arguments:
         word for _, source in [("", text), *sources.values()] for word in re.findall(r"[A-Za-z_]\w+", source)
     }
     root = next((parent for parent in path.resolve().parents if (parent / "train.py").is_file()), path.resolve().parent)
-    order = {
+    order: dict[str, Any] = {
         "path": str(path.resolve()), "root": str(root), "text": text, "sources": sources, "arguments": arguments,
         "environ": {name: value for name, value in environ.items() if name in names or name.startswith("MILES_SCRIPT_")},
+        "files": {}, "folder": os.getcwd(),
+        "ours": {module.__name__: _text(Path(str(module.__file__))) for module in (recipe_absent, recipe_typer, recipe_child)},
     }  # fmt: skip
     try:
-        ran = asyncio.run(_run(json.dumps(order)))
+        answer = asyncio.run(_asked(path, order))
     except SandboxUnavailable as error:
         raise SettingsError(
             f"{path} is Python, which is run in a sandbox alone: {error}",
             remedy="Give its flags behind `miles-async train`.",
         ) from None
-    answer = _answer(path, ran)
     return _script(path, answer, environ)
 
 
-async def _run(order: str) -> Ran:
-    code = Path(recipe_child.__file__).read_text("utf-8")
+async def _asked(path: Path, order: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's answer, when it knows of each file that it asks for whether it is there."""
     async with Sandbox(width=1, memory_bytes=MEMORY_BYTES, output_bytes=OUTPUT_BYTES, deadline_s=DEADLINE_S) as sandbox:
-        return await sandbox.run(code, stdin=order)
+        for _ in range(MOST_ROUNDS):
+            answer = _answer(path, await sandbox.run(BOOT, stdin=json.dumps(order)))
+            there = {
+                name: "file" if os.path.isfile(name) else "folder" for name in answer["asked"] if os.path.exists(name)
+            }
+            if not there:
+                return answer
+            order["files"] |= {name: there.get(name, "") for name in answer["asked"]}
+    raise SettingsError(f"{path} asks for ever more files", remedy="Give its flags behind `miles-async train`.")
 
 
 def _answer(path: Path, ran: Ran) -> dict[str, Any]:
     _, mark, said = ran.stdout.rpartition(recipe_child.MARK)
     if ran.cause != "ok" or not mark:
         last = (ran.stderr.strip().splitlines() or [""])[-1][:200]
-        problem = f"{path} did not come to its end in the sandbox: {ran.cause} after {ran.seconds:.0f} s{f', {last}' if last else ''}"
-        raise SettingsError(problem, remedy="Give its flags behind `miles-async train`.")
+        said = f"{ran.cause} after {ran.seconds:.0f} s{f', {last}' if last else ''}"
+        raise SettingsError(
+            f"{path} did not come to its end in the sandbox: {said}",
+            remedy="Give its flags behind `miles-async train`.",
+        )
     answer: dict[str, Any] = json.loads(said)
     return answer
 
@@ -91,7 +113,7 @@ def _script(path: Path, answer: dict[str, Any], environ: Mapping[str, str]) -> S
         what = f"{path} launches no train"
         if trains:
             what = f"{path} launches {len(trains)} trains (lines {', '.join(str(train['line']) for train in trains)})"
-        remedy = "Give its arguments with it, as --from-miles 'RECIPE ARGUMENT ...'; or its flags behind `miles-async train`."
+        remedy = "Give what it needs: arguments as --from-miles 'RECIPE ARGUMENT ...', variables in the environment."
         raise SettingsError(f"{what}{f': {said}' if said else ''}", remedy=remedy)
     train = trains[0]
     where = f"{path.name}:{train['line']}"

@@ -9,12 +9,11 @@ decides something the recipe ends with its name. Always true: nothing is started
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
-import enum
 import functools
 import importlib.abc
 import importlib.machinery
-import inspect
 import io
 import json
 import linecache
@@ -23,273 +22,16 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import typing
+import urllib.request
+
+from miles_async.settings.recipe_absent import CLOSE, LAUNCHES, OPEN, RECIPE, Absent, NotThere, line_of_recipe
+from miles_async.settings.recipe_typer import BadParameter, Option, Typer, Usage, call, dataclass_cli
 
 MARK = "\x1emiles-async recipe "
-OPEN, CLOSE = "\ue000", "\ue001"  # around the name of what is absent, in a text that it has become part of
-
-
-class NotThere(Exception):
-    """The recipe needs something that is not there."""
-
-
-class Absent(types.ModuleType):
-    """Stands for a package or its value that is not there."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__dict__["__path__"] = []
-
-    def __getattr__(self, name: str) -> typing.Any:
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)
-        return Absent(f"{self.__name__}.{name}")
-
-    def __call__(self, *given: typing.Any, **keywords: typing.Any) -> typing.Any:
-        if len(given) == 1 and not keywords and inspect.isfunction(given[0]):
-            return given[0]  # a decorator
-        return Absent(self.__name__ if self.__name__.endswith("()") else f"{self.__name__}()")
-
-    def __getitem__(self, key: object) -> Absent:
-        return Absent(f"{self.__name__}[{key!r}]")
-
-    def __str__(self) -> str:
-        return f"{OPEN}{self.__name__}{CLOSE}"
-
-    __repr__ = __str__
-
-    def __format__(self, how: str) -> str:
-        return str(self)
-
-    def __enter__(self) -> Absent:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-    def __or__(self, other: object) -> typing.Any:
-        return typing.Any  # in an annotation
-
-    __ror__ = __or__
-
-    def _decides(self, *_: object) -> typing.Any:
-        raise NotThere(f"{self.__name__} decides, and is not there")
-
-    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = _decides
-    __lt__ = __gt__ = __le__ = __ge__ = __add__ = __radd__ = __mul__ = __sub__ = _decides
-
-    def strip(self, *_: object) -> Absent:
-        return self
-
-
-class Launches:
-    """What the recipe would have started, as it goes."""
-
-    def __init__(self) -> None:
-        self.trains: list[dict[str, typing.Any]] = []
-        self.not_run: list[list[object]] = []
-        self.commands: list[str] = []
-
-    def skip(self, what: object, answer: object = None) -> object:
-        text = " ".join(map(str, what)) if isinstance(what, list | tuple) else str(what)
-        self.not_run.append([text[:200], line_of_recipe()])
-        return answer
-
-
-LAUNCHES = Launches()
-SOURCES: dict[str, list[str]] = {}
-RECIPE = [""]
-
-
-def line_of_recipe() -> int:
-    """The line of the recipe that is at work: the outermost one below its module, if there is one."""
-    frame = sys._getframe()
-    found = 0
-    while frame is not None:
-        if frame.f_code.co_filename == RECIPE[0]:
-            found = frame.f_lineno
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
-
-
-# -- typer ----------------------------------------------------------------------------------------------------------------
-
-
-class Usage(Exception):
-    """The recipe does not take these arguments."""
-
-
-class Option:
-    def __init__(self, default: object = ..., *names: object, **more: object) -> None:
-        self.default, self.more = default, more
-        self.names = [str(name) for name in names]
-        if isinstance(default, str) and default.startswith("-"):
-            self.default, self.names = ..., [default, *self.names]
-
-
-@dataclasses.dataclass
-class Parameter:
-    name: str
-    kind: object
-    default: object
-    names: list[str]
-    variable: str = ""
-
-
-def plain(kind: object) -> tuple[object, list[object]]:
-    """An annotation without Annotated, and what was annotated."""
-    if typing.get_origin(kind) is typing.Annotated:
-        first, *rest = typing.get_args(kind)
-        return first, rest
-    return kind, []
-
-
-def converted(text: str, kind: object, name: str) -> object:
-    """The text of an argument as its annotation has it."""
-    kind, _ = plain(kind)
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        for one in inner:
-            if str(one) == text:
-                return one
-        raise Usage(f"{name} is one of {', '.join(map(str, inner))}, not {text!r}")
-    if origin is typing.Union or origin is types.UnionType:
-        return converted(text, next(one for one in inner if one is not type(None)), name)
-    if kind is bool:
-        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
-            raise Usage(f"{name} is true or false, not {text!r}")
-        return text.lower() in ("true", "1", "yes")
-    try:
-        if isinstance(kind, type) and issubclass(kind, enum.Enum):
-            return kind(text)
-        return kind(text) if kind in (int, float, pathlib.Path) else text  # type: ignore[operator]
-    except ValueError:
-        raise Usage(f"{name} does not take {text!r}") from None
-
-
-def parameters(function: typing.Callable[..., object]) -> list[Parameter]:
-    """What a command takes."""
-    ready = getattr(function, "of_a_dataclass", None)
-    if ready is not None:
-        return list(ready)
-    hints = typing.get_type_hints(function, include_extras=True)
-    found = []
-    for name, one in inspect.signature(function).parameters.items():
-        kind, extra = plain(hints.get(name, str))
-        option = next((item for item in [one.default, *extra] if isinstance(item, Option)), Option())
-        default = option.default if isinstance(one.default, Option) else one.default
-        default = ... if default is inspect.Parameter.empty else default
-        found.append(Parameter(name, kind, default, option.names))
-    return found
-
-
-def call(function: typing.Callable[..., object], words: list[str]) -> object:
-    """Run a command with the words of its command line."""
-    taken, rest = {one.name: one for one in parameters(function)}, list(words)
-    given: dict[str, object] = {}
-    by_name: dict[str, tuple[Parameter, bool]] = {}
-    for one in taken.values():
-        name = one.name.replace("_", "-")
-        for said in one.names or [f"--{name}", f"--no-{name}"]:
-            for half, value in zip(said.split("/"), (True, False), strict=False):
-                by_name[half.strip()] = (
-                    one,
-                    value and not (not one.names and said.startswith("--no-") and one.kind is bool),
-                )
-    while rest:
-        word = rest.pop(0)
-        name, equals, text = word.partition("=")
-        if name not in by_name:
-            free = [one for one in taken.values() if one.default is ... and one.name not in given]
-            if word.startswith("-") or not free:
-                raise Usage(
-                    f"it takes no {word}; it takes {', '.join(said for said in by_name if not said.startswith('--no-'))}"
-                )
-            given[free[0].name] = converted(word, free[0].kind, free[0].name)
-            continue
-        one, value = by_name[name]
-        if plain(one.kind)[0] is bool and not equals:
-            given[one.name] = value
-            continue
-        if not equals and not rest:
-            raise Usage(f"{name} needs a value")
-        given[one.name] = converted(text if equals else rest.pop(0), one.kind, name)
-    for one in taken.values():
-        if one.name in given:
-            continue
-        if one.variable and (text_of := os.environ.get(one.variable)) is not None:
-            given[one.name] = converted(text_of, one.kind, one.variable)
-        elif one.default is ...:
-            if getattr(one.kind, "__name__", "") != "Context":
-                raise Usage(f"it needs --{one.name.replace('_', '-')}")
-            given[one.name] = types.SimpleNamespace(invoked_subcommand=None)
-        else:
-            given[one.name] = one.default
-    return function(**given)
-
-
-def dataclass_cli(function: typing.Any = None, *, env_var_prefix: str = "MILES_SCRIPT_") -> typing.Any:
-    """A command whose one parameter is a dataclass takes that one's fields."""
-    if function is None:
-        return functools.partial(dataclass_cli, env_var_prefix=env_var_prefix)
-    made = typing.get_type_hints(function)[next(iter(inspect.signature(function).parameters))]
-    kinds = typing.get_type_hints(made, include_extras=True)
-    found = []
-    for one in dataclasses.fields(made):
-        if not one.init:
-            continue
-        default: object = one.default if one.default is not dataclasses.MISSING else ...
-        if one.default_factory is not dataclasses.MISSING:
-            default = one.default_factory()
-        variable = f"{env_var_prefix}{one.name.upper()}" if env_var_prefix else ""
-        found.append(Parameter(one.name, kinds[one.name], default, [], variable))
-
-    @functools.wraps(function)
-    def wrapped(**fields: object) -> object:
-        return function(made(**fields))
-
-    wrapped.of_a_dataclass = found  # type: ignore[attr-defined]
-    return wrapped
-
-
-class Typer:
-    def __init__(self, **_: object) -> None:
-        self.commands: dict[str, typing.Callable[..., object]] = {}
-        self.before: typing.Callable[..., object] | None = None
-        self.alone = False
-
-    def command(self, name: str | None = None, **_: object) -> typing.Callable[..., object]:
-        def keep(function: typing.Callable[..., object]) -> object:
-            self.commands[name or function.__name__.replace("_", "-")] = function
-            return function
-
-        return keep
-
-    def callback(self, invoke_without_command: bool = False, **_: object) -> typing.Callable[..., object]:
-        def keep(function: typing.Callable[..., object]) -> object:
-            self.before, self.alone = function, invoke_without_command
-            return function
-
-        return keep
-
-    def __call__(self, *_: object, **__: object) -> None:
-        words = sys.argv[1:]
-        if words and words[0] in self.commands:
-            call(self.commands[words[0]], words[1:])
-        elif len(self.commands) == 1:
-            call(next(iter(self.commands.values())), words)
-        elif self.alone and self.before is not None:
-            call(self.before, words)
-        else:
-            LAUNCHES.commands = list(self.commands)
-            raise Usage(f"it has the commands {', '.join(self.commands)}: name one")
-
-
-class BadParameter(Exception):
-    pass
 
 
 # -- Miles' launch helpers ------------------------------------------------------------------------------------------------
@@ -308,7 +50,7 @@ def given_variables(text: str) -> dict[str, str]:
     try:
         return {str(key): str(value) for key, value in json.loads(text).items()}
     except (ValueError, AttributeError):
-        return dict(item.split("=", 1) for item in text.split() if "=" in item)  # type: ignore[arg-type]
+        return dict(item.split("=", 1) for item in text.split() if "=" in item)
 
 
 def resolve_extra_env_vars(extra_env_vars: dict[str, str], config: typing.Any) -> dict[str, str]:
@@ -338,7 +80,7 @@ def execute_train(
 
 
 def exec_command(cmd: object = "", capture_output: bool = False, *_: object, **__: object) -> object:
-    return LAUNCHES.skip(cmd, Absent("the output of a command") if capture_output else None)
+    return LAUNCHES.skip(cmd, Absent(f"the output of `{str(cmd)[:80]}`") if capture_output else None)
 
 
 def create_run_id() -> str:
@@ -368,7 +110,7 @@ def helpers(root: str) -> dict[str, object]:
         "get_default_wandb_args": get_default_wandb_args, "resolve_extra_env_vars": resolve_extra_env_vars,
         "encode_pseudo_file": lambda text: f"{OPEN}a file of the recipe's own{CLOSE}",
         "get_env_enable_infinite_run": lambda: get_bool_env_var("MILES_TEST_ENABLE_INFINITE_RUN"),
-        "repo_base_dir": pathlib.Path(root), "check_has_nvlink": lambda: Absent("the output of a command"),
+        "repo_base_dir": pathlib.Path(root), "check_has_nvlink": lambda: Absent("the output of `nvidia-smi`"),
         "get_mooncake_object_store_args": lambda *_, **__: f"{OPEN}a store that the recipe starts{CLOSE} ",
         "NUM_GPUS_OF_HARDWARE": {
             "H100": 8, "H200": 8, "B200": 8, "B300": 8, "GB200": 4, "GB300": 4, "MI350X": 8, "MI355X": 8,
@@ -382,6 +124,9 @@ class Helpers(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *given, **_: LAUNCHES.skip([name, *given])
+
+
+SOURCES: dict[str, list[str]] = {}
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -416,17 +161,30 @@ def run(path: str, text: str, space: dict[str, typing.Any]) -> None:
 # -- what would leave this process ----------------------------------------------------------------------------------------
 
 
+class Started(Absent):
+    """A process that is taken to have run and ended well."""
+
+    returncode, status = 0, 200
+
+    def poll(self, *_: object) -> None:
+        return None
+
+    def wait(self, *_: object) -> int:
+        return 0
+
+    def communicate(self, *_: object) -> tuple[Absent, Absent]:
+        return self.stdout, self.stderr
+
+
 def close_doors() -> None:
     """Stand-ins for what starts processes and writes files: told, and done as if."""
-    done = subprocess.CompletedProcess
 
     def started(what: object, *_: object, **__: object) -> object:
-        LAUNCHES.skip(what)
-        return done(what, 0, stdout=Absent("the output of a command"), stderr="")  # type: ignore[call-overload]
+        return LAUNCHES.skip(what, Started("a process"))
 
     for name in ("run", "call", "check_call", "Popen"):
         setattr(subprocess, name, started)
-    subprocess.check_output = lambda what, *_, **__: LAUNCHES.skip(what, Absent("the output of a command"))  # type: ignore[assignment]
+    subprocess.check_output = lambda what, *_, **__: LAUNCHES.skip(what, Absent(f"the output of `{what}`"))  # type: ignore[assignment]
     os.system = lambda what: LAUNCHES.skip(what, 0)  # type: ignore[assignment, return-value]
     for where, names in (
         (
@@ -458,13 +216,60 @@ def close_doors() -> None:
             return io.BytesIO() if "b" in mode else io.StringIO()
         return opened(file, mode, *given, **more)
 
-    builtins.open = open_or_tell  # type: ignore[assignment]
+    builtins.open = open_or_tell
     pathlib.Path.write_text = lambda self, *_, **__: LAUNCHES.skip(["write", self], 0)  # type: ignore[assignment, method-assign, return-value]
+    urllib.request.urlopen = started  # type: ignore[assignment]
     time.sleep = lambda _: None
+    tempfile.mkdtemp = lambda *_, **__: "/tmp/of-the-recipe"  # type: ignore[assignment]
+    tempfile.gettempdir = lambda: "/tmp"
+    tempfile.NamedTemporaryFile = temporary  # type: ignore[assignment]
+    tempfile.TemporaryDirectory = lambda *_, **__: contextlib.nullcontext("/tmp/of-the-recipe")  # type: ignore[assignment, misc]
 
 
-def main() -> None:
-    order = json.loads(sys.stdin.read())
+def temporary(mode: str = "w+b", *_: object, suffix: str = "", **__: object) -> typing.Any:
+    """A file that keeps nothing."""
+    name = f"/tmp/of-the-recipe{suffix or ''}"
+    LAUNCHES.skip(["write", name])
+
+    class Kept(io.BytesIO if "b" in mode else io.StringIO):  # type: ignore[misc]
+        pass
+
+    kept = Kept()
+    kept.name = name
+    return kept
+
+
+def answer_questions(files: dict[str, str], folder: str) -> None:
+    """Whether a file is there is answered as it is outside: `files` has what is known, what is not is noted, and taken for no."""
+
+    def kind(path: typing.Any, real: typing.Callable[[typing.Any], bool]) -> str:
+        if isinstance(path, int):
+            return ""
+        where = os.path.normpath(os.path.join(folder, str(path)))
+        if OPEN in where:
+            raise NotThere(f"{where.strip(OPEN + CLOSE)} decides, and is not there")
+        if real(path):
+            return "file" if isfile(path) else "folder"
+        if where not in files:
+            LAUNCHES.asked[where] = None
+        return files.get(where, "")
+
+    exists, isfile, isdir = os.path.exists, os.path.isfile, os.path.isdir
+    tests: tuple[tuple[str, str, typing.Callable[[typing.Any], bool], tuple[str, ...]], ...] = (
+        ("exists", "exists", exists, ("file", "folder")), ("isfile", "is_file", isfile, ("file",)),
+        ("isdir", "is_dir", isdir, ("folder",)),
+    )  # fmt: skip
+    for name, method, real, wanted in tests:
+        test = functools.partial(
+            lambda path, *_, real, wanted, **__: kind(path, real) in wanted, real=real, wanted=wanted
+        )
+        setattr(os.path, name, test)
+        setattr(pathlib.Path, method, lambda self, test=test, **_: test(str(self)))
+    os.getcwd = lambda: folder
+
+
+def main(order: dict[str, typing.Any]) -> None:
+    """Run the recipe of an order, and print what it would have launched."""
     out = sys.stdout
     sys.stdout = sys.stderr = io.StringIO()
     path, root = order["path"], order["root"]
@@ -488,6 +293,7 @@ def main() -> None:
     ours["miles.utils.typer_utils"] = typed
     sys.meta_path.insert(0, Finder(ours))
     close_doors()
+    answer_questions(order["files"], order["folder"])
     said = ""
     try:
         space = types.ModuleType("__main__")
@@ -504,10 +310,6 @@ def main() -> None:
             line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
             trace = trace.tb_next
         said = f"line {line}: {type(error).__name__}: {error}"
-    answer = {"trains": LAUNCHES.trains, "not_run": LAUNCHES.not_run, "commands": LAUNCHES.commands, "said": said[:500]}
+    answer = {"trains": LAUNCHES.trains, "not_run": LAUNCHES.not_run, "asked": list(LAUNCHES.asked), "said": said[:500]}
     sys.stdout = out
     print(MARK + json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()
