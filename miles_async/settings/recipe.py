@@ -111,9 +111,11 @@ def _script(path: Path, answer: dict[str, Any], environ: Mapping[str, str]) -> S
     trains, said = answer["trains"], _ABSENT.sub(r"\1", answer["said"])
     if len(trains) != 1:
         what = f"{path} launches no train"
-        if trains:
-            what = f"{path} launches {len(trains)} trains (lines {', '.join(str(train['line']) for train in trains)})"
         remedy = "Give what it needs: arguments as --from-miles 'RECIPE ARGUMENT ...', variables in the environment."
+        if trains:
+            lines = dict.fromkeys(str(train["line"]) for train in trains)
+            what = f"{path} launches {len(trains)} trains (line {', '.join(lines)})"
+            remedy = "Give arguments with which it launches one, as --from-miles 'RECIPE ARGUMENT ...'."
         raise SettingsError(f"{what}{f': {said}' if said else ''}", remedy=remedy)
     train = trains[0]
     where = f"{path.name}:{train['line']}"

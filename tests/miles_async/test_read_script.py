@@ -1,4 +1,4 @@
-"""Launch scripts of bash are read as bash runs them: the oracle is bash, with a python3 and a ray that print what they are given."""
+"""Launch scripts of bash are read as bash runs them: the oracle is bash, with a python3 that prints what it is given."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ SAME = {
         """,
     "parts of a value": """
         P=/data/run.v2/model.tar.gz; A=(x y z); A[1]=w; A[3]=last
-        train ${P##*/} ${P%.gz} ${P%%.*} ${P#/} ${NAME_OF_TEST//-/_} ${NAME_OF_TEST/Qwen/q} ${NAME_OF_TEST,,} ${LIST:2} ${LIST:0:1} \\
+        train ${P##*/} ${P%.gz} ${P%%.*} ${P#/} ${NAME_OF_TEST//-/_} ${NAME_OF_TEST/Qwen/q} ${NAME_OF_TEST,,} \\
+          ${LIST:2} ${LIST:0:1} \\
           ${#P} "${A[@]}" ${A[1]} ${#A[@]} "${A[*]}" ${NOWHERE:+set} ${EMPTY:-dash} "${EMPTY-kept}" ${A[@]:+some}
         """,
     "reading a text into variables": """
@@ -175,7 +176,9 @@ UNSURE = {
     'X=(--a 1)\nif nvidia-smi; then X+=(--b 2); fi\npython3 train.py "${X[@]}"': (["--a", "1"], "X is set in the `if` at run.sh:2"),
     "if nvidia-smi; then N=1; else N=2; fi\npython3 train.py --n $N": (["--n"], "N is set in the `if` at run.sh:1"),
     "N=$(nvidia-smi -L | wc -l)\npython3 train.py --n $N": (["--n"], "$(nvidia-smi -L | wc -l) is not run"),
-    "while true; do N=$(free); if [ $N -gt 2 ]; then break; fi; done\npython3 train.py --n $N --m 1": (["--n", "--m", "1"], "N is set in the `while` at run.sh:1"),
+    "while true; do N=$(free); if [ $N -gt 2 ]; then break; fi; done\npython3 train.py --n $N --m 1": (
+        ["--n", "--m", "1"], "N is set in the `while` at run.sh:1"
+    ),
     "f() { if ready; then return; fi; N=2; }\nN=1\nf\npython3 train.py --n $N": (["--n"], "N is set in the function f"),
     "for x in $(ls); do N=$x; done\npython3 train.py --n ${N:-1}": (["--n"], "N is set in the `for` at run.sh:1"),
     'case "$(uname)" in Linux) N=1;; *) N=2;; esac\npython3 train.py --n $N': (["--n"], "N is set in the `case` at run.sh:1"),
