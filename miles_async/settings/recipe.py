@@ -122,7 +122,7 @@ def _script(path: Path, answer: dict[str, Any], environ: Mapping[str, str]) -> S
     notes = [f"{path.name}: after the launch: {said}"] if said else []
     model = ""
     if train["model"] is not None:
-        text, why = model_words(train["model"], find_above(path), environ)
+        text, why = model_words(train["model"], find_above(path), {**environ, **train["set"]})
         model = " ".join(map(shlex.quote, text.split()))
         if why:
             notes.append(f"{where}: what {ARCHITECTURE} holds is left out: {why}; config.json says the same")
@@ -143,8 +143,8 @@ def _script(path: Path, answer: dict[str, Any], environ: Mapping[str, str]) -> S
     skipped: dict[str, list[str]] = {}
     for what, at in answer["not_run"]:
         name = " ".join(what.split()[: 2 if what.startswith(("ray ", "hf ", "write ")) else 1])
-        lines = skipped.setdefault(name, [])
-        lines += [f"line {at}"] if f"line {at}" not in lines else []
+        places = skipped.setdefault(name, [])
+        places += [f"line {at}"] if f"line {at}" not in places else []
     if skipped:
         script.notes.append("not run: " + ", ".join(f"{name} ({', '.join(at)})" for name, at in skipped.items()))
     return script

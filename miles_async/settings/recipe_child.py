@@ -74,6 +74,7 @@ def execute_train(
     environment |= resolve_extra_env_vars(extra_env_vars or {}, config)
     LAUNCHES.trains.append({
         "words": str(train_args), "program": os.path.basename(str(train_script)), "line": line_of_recipe(),
+        "set": {name: value for name, value in os.environ.items() if GIVEN.get(name) != value},
         "model": None if megatron_model_type is None else str(megatron_model_type),
         "environment": {str(name): str(value) for name, value in environment.items()},
     })  # fmt: skip
@@ -127,6 +128,7 @@ class Helpers(types.ModuleType):
 
 
 SOURCES: dict[str, list[str]] = {}
+GIVEN: dict[str, str] = {}  # variables, as the recipe was given them
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -217,7 +219,7 @@ def close_doors() -> None:
         return opened(file, mode, *given, **more)
 
     builtins.open = open_or_tell
-    pathlib.Path.write_text = lambda self, *_, **__: LAUNCHES.skip(["write", self], 0)  # type: ignore[assignment, method-assign, return-value]
+    pathlib.Path.write_text = lambda self, *_, **__: LAUNCHES.skip(["write", self], 0)  # type: ignore[assignment, method-assign]
     urllib.request.urlopen = started  # type: ignore[assignment]
     time.sleep = lambda _: None
     tempfile.mkdtemp = lambda *_, **__: "/tmp/of-the-recipe"  # type: ignore[assignment]
@@ -277,6 +279,7 @@ def main(order: dict[str, typing.Any]) -> None:
     SOURCES.update(order["sources"])
     os.environ.clear()
     os.environ.update(order["environ"])
+    GIVEN.update(order["environ"])
     sys.argv = [path, *order["arguments"]]
     utils = Helpers("command_utils")
     utils.__dict__.update(helpers(root))

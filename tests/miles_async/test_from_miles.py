@@ -243,7 +243,7 @@ def test_what_a_model_file_would_say_may_be_left_out(tmp_path: Path) -> None:
     }  # fmt: skip
     told = "\n".join(args.told)
     assert (
-        "note: run 1.sh:2: what MODEL_ARGS holds is left out: $(ask the model) is not run; config.json says the same"
+        "note: run 1.sh:1: what MODEL_ARGS holds is left out: $(ask the model) is not run; config.json says the same"
         in told
     )
     assert re.search(

@@ -72,6 +72,14 @@ if __name__ == "__main__":
 '''
 
 
+MODEL = """import os
+
+
+def model_args() -> str:
+    return f"--num-layers {os.environ.get('MADE_OF_TEST') or 9} --moe-layer-freq [0,1]"
+"""
+
+
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with a recipe, what it imports, and its model file."""
@@ -80,7 +88,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "scripts/beside.py": 'EXTRA = "--seed 3"\n',
         "lib/__init__.py": "",
         "lib/shared.py": "def rate(lr):\n    return f'--lr {lr}'\n",
-        "scripts/models/small.py": 'def model_args() -> str:\n    return "--num-layers 2 --moe-layer-freq [0,1]"\n',
+        "scripts/models/small.py": MODEL,
         "train.py": "",
     }.items():
         path = tmp_path / name
@@ -102,7 +110,7 @@ def test_a_recipe_gives_the_words_that_it_would_launch_with(tree: Path) -> None:
     before = sorted(tree.rglob("*"))
     script = read(tree)
     assert [word.text for word in script.words] == [
-        *("--num-layers", "2", "--moe-layer-freq", "[0,1]", "--hf-checkpoint", "/models/Small-1B", "--lr", "1e-06"),
+        *("--num-layers", "1", "--moe-layer-freq", "[0,1]", "--hf-checkpoint", "/models/Small-1B", "--lr", "1e-06"),
         *("--num-rollout", "3000", "--train-env-vars", '{"A": "b c"}', "--seed", "3"),
     ]  # fmt: skip
     assert not any(word.unread for word in script.words) and script.program == "train_async.py"
