@@ -102,6 +102,10 @@ def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, r
     return f"--use-wandb --wandb-project miles-{name} --wandb-group {group} --wandb-key '{key}' --disable-wandb-random-suffix "
 
 
+def store_args(*_: object, **__: object) -> str:
+    return f"--object-store-backend mooncake --mooncake-store-init-kwargs {OPEN}a store that the recipe starts{CLOSE} "
+
+
 def helpers(root: str) -> dict[str, object]:
     """The names of Miles' `command_utils` that recipes use; another is told by its name and does nothing."""
     return {
@@ -112,7 +116,7 @@ def helpers(root: str) -> dict[str, object]:
         "encode_pseudo_file": lambda text: f"{OPEN}a file of the recipe's own{CLOSE}",
         "get_env_enable_infinite_run": lambda: get_bool_env_var("MILES_TEST_ENABLE_INFINITE_RUN"),
         "repo_base_dir": pathlib.Path(root), "check_has_nvlink": lambda: Absent("the output of `nvidia-smi`"),
-        "get_mooncake_object_store_args": lambda *_, **__: f"{OPEN}a store that the recipe starts{CLOSE} ",
+        "get_mooncake_object_store_args": store_args,
         "NUM_GPUS_OF_HARDWARE": {
             "H100": 8, "H200": 8, "B200": 8, "B300": 8, "GB200": 4, "GB300": 4, "MI350X": 8, "MI355X": 8,
         },
