@@ -18,7 +18,6 @@ from miles_async.settings.catalog import PREFIXES, names, passed_on
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import FlagValue
 from miles_async.settings.miles import NEEDLESS, NOT_COMPARED, OTHERWISE, fate
-from miles_async.settings.recipe import read_recipe
 from miles_async.settings.script import Script, Word, read_script
 
 FLAG = "--from-miles"
@@ -81,8 +80,12 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
     if not path or path.startswith("--"):
         raise SettingsError(f"{FLAG} needs a value", remedy="It takes the path of a launch script.")
     path, *arguments = _with_arguments(path)
-    read = read_recipe if path.endswith(".py") else read_script
-    script = read(Path(path), arguments=tuple(arguments))
+    if path.endswith(".py"):
+        from miles_async.cli.recipe import read_recipe
+
+        script = read_recipe(Path(path), arguments=tuple(arguments))
+    else:
+        script = read_script(Path(path), arguments=tuple(arguments))
     own = parse_flags(rest, switches, Refusals())
     flags = list(_flags(script, refused))
     known, rows = list[str](), list[tuple[str, str, str]]()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from miles_async.cli import app
+from miles_async.cli.recipe import read_recipe
 from miles_async.settings.errors import SettingsError
-from miles_async.settings.recipe import read_recipe
 from miles_async.settings.script import Script
 
 RECIPE = '''
@@ -190,7 +190,7 @@ TRAIN = "U.execute_train(train_args=%s, num_gpus_per_node=8, megatron_model_type
 def test_a_recipe_without_one_launch_is_refused_in_one_line(
     text: str, said: str, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("miles_async.settings.recipe.DEADLINE_S", 3.0)
+    monkeypatch.setattr("miles_async.cli.recipe.DEADLINE_S", 3.0)
     with pytest.raises(SettingsError) as caught:
         read(tree, HEAD + text)
     assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.runtime.sandbox import Ran, Sandbox, SandboxUnavailable
-from miles_async.settings import recipe_absent, recipe_child, recipe_typer
+from miles_async.cli import recipe_absent, recipe_child, recipe_typer
 from miles_async.settings.bash_words import ARCHITECTURE
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.model_file import find_above, model_words

@@ -28,8 +28,8 @@ import types
 import typing
 import urllib.request
 
-from miles_async.settings.recipe_absent import CLOSE, LAUNCHES, OPEN, RECIPE, Absent, NotThere, line_of_recipe
-from miles_async.settings.recipe_typer import BadParameter, Option, Typer, Usage, call, dataclass_cli
+from miles_async.cli.recipe_absent import CLOSE, LAUNCHES, OPEN, RECIPE, Absent, NotThere, line_of_recipe
+from miles_async.cli.recipe_typer import BadParameter, Option, Typer, Usage, call, dataclass_cli
 
 MARK = "\x1emiles-async recipe "
 
