@@ -226,7 +226,7 @@ def close_doors() -> None:
     pathlib.Path.write_text = lambda self, *_, **__: LAUNCHES.skip(["write", self], 0)  # type: ignore[assignment, method-assign]
     urllib.request.urlopen = started  # type: ignore[assignment]
     time.sleep = lambda _: None
-    tempfile.mkdtemp = lambda *_, **__: "/tmp/of-the-recipe"  # type: ignore[assignment]
+    tempfile.mkdtemp = lambda *_, **__: LAUNCHES.skip("mkdtemp", "/tmp/of-the-recipe")  # type: ignore[assignment]
     tempfile.gettempdir = lambda: "/tmp"
     tempfile.NamedTemporaryFile = temporary  # type: ignore[assignment]
     tempfile.TemporaryDirectory = lambda *_, **__: contextlib.nullcontext("/tmp/of-the-recipe")  # type: ignore[assignment, misc]
