@@ -6,12 +6,14 @@ Reads  the script (`settings/script.py`; it is not run)    Writes  nothing
 from __future__ import annotations
 
 import os
+import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from miles_async.cli.flags import Parsed, parse_flags
+from miles_async.settings.bash_words import ARCHITECTURE
 from miles_async.settings.catalog import PREFIXES, names, passed_on
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import FlagValue
@@ -70,7 +72,13 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
     rest = words[:at] + words[at + 1 + (not equals) :]
     if not path or path.startswith("--"):
         raise SettingsError(f"{FLAG} needs a value", remedy="It takes the path of a launch script.")
-    script = read_script(Path(path))
+    path, *arguments = _with_arguments(path)
+    if path.endswith(".py"):
+        from miles_async.cli.recipe import read_recipe
+
+        script = read_recipe(Path(path), arguments=tuple(arguments))
+    else:
+        script = read_script(Path(path), arguments=tuple(arguments))
     own = parse_flags(rest, switches, Refusals())
     flags = list(_flags(script, refused))
     known, rows = list[str](), list[tuple[str, str, str]]()
@@ -89,6 +97,16 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
     return Taken(rest, values, (head, *_table(rows), *_beside(script)))
 
 
+def _with_arguments(said: str) -> list[str]:
+    """A script and the arguments that it is given: `run.sh` or, quoted as one word, `run.sh p2p 0`."""
+    if " " not in said or Path(said).is_file():
+        return [said]
+    try:
+        return shlex.split(said)
+    except ValueError as error:
+        raise SettingsError(f"{FLAG} {said!r}: {error}", remedy="Quote its arguments as a shell would have them.") from None
+
+
 def _flags(script: Script, refused: Refusals) -> Iterator[_Flag]:
     now: _Flag | None = None
     for word in script.words:
@@ -96,6 +114,10 @@ def _flags(script: Script, refused: Refusals) -> Iterator[_Flag]:
             if now is not None:
                 yield now
             now = _Flag(word, [])
+        elif word.text == f"${ARCHITECTURE}":
+            if not any(ARCHITECTURE in note for note in script.notes):
+                said = f"what {ARCHITECTURE} holds is left out: {word.unread}; config.json says the same"
+                script.notes.append(f"{word.where}: {said}")
         elif now is not None and (not word.unread or _takes_one_more(now)):
             now.values.append(word)
         elif word.unread.endswith("is set nowhere") and word.text == word.unread.split()[0]:
@@ -128,6 +150,8 @@ def _outcome(flag: _Flag, own: Parsed, refused: Refusals) -> tuple[str, bool]:
     compared = spec is not None and spec.group == "architecture" and spec.name not in NOT_COMPARED
     if flag.unread and (compared or needless(name)):
         return f"left out: {flag.unread}", False
+    if flag.unread and spec is not None and spec.secret and flag.values and flag.values[0].known == "":
+        return f"left out, as an empty secret says nothing: {flag.unread}", False
     if flag.unread and said.startswith("refused"):
         return f"left out: {flag.unread}; and {said}", False
     if flag.unread:

@@ -5,39 +5,39 @@ Always true: the pieces of a word are in order, and each says whether it stood i
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from miles_async.settings.errors import SettingsError
 
-SEPARATORS = ("\n", ";", "&", "|", "||", "&&", "(", ")", ";;")
 OPERATOR = re.compile(r"<<<|<<-?|&>>?|>>|>&|<&|\|\||&&|;;|[;&|()<>\n]")
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^\]\s]*\])?(\+?)=")
 NAME = re.compile(r"[A-Za-z_]\w*")
-_BRACES = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?:\[([@*0])\])?(?:(:?[-=+?])|(?=\}))")
-_SUM = re.compile(r"\$\(\([\w\s$+*/%(){}-]{1,200}\)\)")
-_SUM_NAME = re.compile(r"\$\{([A-Za-z_]\w*)\}|\$?\b([A-Za-z_]\w*)")
+_BRACES = re.compile(
+    r"(#(?!\}))?([A-Za-z_]\w*|[0-9]+|[@*#])(?:\[([@*]|[0-9]+)\])?(?:(:?[-=+?]|%%?|##?|//?|\^\^?|,,?|:(?=[ \d]))|(?=\}))"
+)
+_DOCUMENT = re.compile(r"(?<!<)<<(-?)[ \t]*(['\"\\]?)(\w+)")
+_BEFORE_SUM = ("for", "if", "elif", "while", "until", "then", "do", "else", "!", "{")
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 
 class Part(NamedTuple):
     """A piece of a word. lit: `text` itself. var, all: the variable `text`, or every element of it; `default` and `operator` as in
-    `${X:-default}`. sub: the command `text`. no: what is not read. `raw`: as written."""
+    `${X:-default}`, `at` as in `${X[2]}`. size: the length of the variable, or the number of its elements. sub: the command
+    `text`. sum: the arithmetic `text`. no: what is not read. `raw`: as written."""
 
-    kind: Literal["lit", "var", "all", "sub", "no"]
+    kind: Literal["lit", "var", "all", "size", "sub", "sum", "no"]
     text: str
     quoted: bool
     raw: str = ""
     operator: str = ""
     default: tuple[Part, ...] = ()
+    at: str = ""
 
 
 class Token(NamedTuple):
     """A word (`parts`), or an operator (`parts` is None). `text`: as written. Of a word that may be an assignment `assigned` is
-    what stands before the value, and `parts` the value; of an array that is `elements`."""
+    what stands before the value, and `parts` the value; of an array that is `elements`. Behind `<<` a word is the here-document."""
 
     line: int
     text: str
@@ -51,11 +51,12 @@ class Lexer:
 
     def __init__(self, text: str, name: str) -> None:
         self._s, self._i, self._name = text.replace("\r\n", "\n"), 0, name
+        self._document = False  # of a here-document, where a quote is a character
 
     def tokens(self, end: str = "") -> list[Token]:
         """All up to the operator `end`, by default to the end."""
         found: list[Token] = []
-        documents: list[str] = []  # what ends the here-documents that begin with the next line
+        documents: list[tuple[int, bool]] = []  # that begin with the next line: where in `found`, and whether `<<-`
         while self._i < len(self._s):
             c = self._s[self._i]
             if c in " \t":
@@ -64,27 +65,61 @@ class Lexer:
                 self._i += 2
             elif c == "#":
                 self._i = self._find("\n")
+            elif self._s.startswith("((", self._i) and self._begins(found) and (text := self._sum()) is not None:
+                found.append(Token(self._line(), "((", (Part("sum", text, True),)))
             elif (operator := OPERATOR.match(self._s, self._i)) is None:
                 found.append(self._word())
             else:
+                number = ""
                 if c in "<>" and found and found[-1].text.isdigit() and self._s[self._i - 1].isdigit():
-                    found.pop()  # the 2 of 2> is no word
+                    number = found.pop().text  # the 2 of 2> is no word
                 line, self._i = self._line(), operator.end()
                 if operator[0] == end:
                     return found
-                found.append(Token(line, operator[0]))
+                found.append(Token(line, number + operator[0]))
                 if operator[0] in ("<<", "<<-"):
                     self._i += len(self._s[self._i :]) - len(self._s[self._i :].lstrip(" \t"))
                     found.append(self._word())
-                    documents.append(found[-1].text.strip("'\"\\"))
+                    documents.append((len(found) - 1, operator[0] == "<<-"))
                 while operator[0] == "\n" and documents:
-                    stop = self._find("\n")
-                    text, self._i = self._s[self._i : stop], stop + 1
-                    if text.strip() == documents[0] or self._i >= len(self._s):
-                        documents.pop(0)
+                    at, tabs = documents.pop(0)
+                    found[at] = found[at]._replace(parts=self._body(found[at], tabs))
         if end:
             raise self._unclosed(end)
         return found
+
+    @staticmethod
+    def _begins(found: list[Token]) -> bool:
+        """Whether a command may begin behind `found`."""
+        return not found or found[-1].parts is None or found[-1].text in _BEFORE_SUM
+
+    def _sum(self) -> str | None:
+        """What stands in `((` and `))`; None, and nothing passed, where that is not arithmetic."""
+        start = self._i
+        self._i += 1
+        self._skip(")", sums=True)
+        if self._s[self._i - 2 : self._i] == "))":
+            return self._s[start + 2 : self._i - 2]
+        self._i = start
+        return None
+
+    def _body(self, delimiter: Token, tabs: bool) -> tuple[Part, ...]:
+        """The here-document that begins here, up to its end, which is passed."""
+        end = re.sub(r"[\\'\"]", "", delimiter.text)
+        lines: list[str] = []
+        while self._i < len(self._s):
+            stop = self._find("\n")
+            line, self._i = self._s[self._i : stop], stop + 1
+            line = line.lstrip("\t") if tabs else line
+            if line == end:
+                break
+            lines.append(line + "\n")
+        text = "".join(lines)
+        if end != delimiter.text:
+            return (Part("lit", text, True),)
+        inner = Lexer(text, self._name)
+        inner._document = True
+        return tuple(inner._parts("", quoted=True))
 
     def _line(self) -> int:
         return self._s.count("\n", 0, self._i) + 1
@@ -122,7 +157,7 @@ class Lexer:
         while self._i < len(s) and s[self._i] not in stops:
             c, then = s[self._i], s[self._i + 1 : self._i + 2]
             self._i += 1
-            if c == "\\" and not (quoted and then not in '$`"\\\n'):
+            if c == "\\" and not (quoted and then not in ("$`\\\n" if self._document else '$`"\\\n')):
                 self._i += 1
                 if then != "\n":
                     found.append(Part("lit", then, True))
@@ -130,7 +165,7 @@ class Lexer:
                 end = self._find("'")
                 found.append(Part("lit", s[self._i : end], True))
                 self._pass(end, "'")
-            elif c == '"':
+            elif c == '"' and not self._document:
                 found += self._parts('"', quoted=True) or [Part("lit", "", True)]
                 self._pass(self._i, '"')
             elif c == "`":
@@ -151,9 +186,11 @@ class Lexer:
             return Part("var", name[0], quoted, s[start : self._i])
         if then == "(":
             self._i += 1
-            self._skip(")")
+            self._skip(")", sums=s.startswith("(", self._i))
             raw = s[start : self._i]
-            return Part("no" if raw.startswith("$((") else "sub", raw[2:-1], quoted, raw)
+            if raw.startswith("$((") and raw.endswith("))"):
+                return Part("sum", raw[3:-2], quoted, raw)
+            return Part("sub", raw[2:-1], quoted, raw)
         if then == "{":
             self._i += 1
             return self._braces(start, quoted)
@@ -167,7 +204,8 @@ class Lexer:
             return Part("no", body[0], True, s[start : self._i])
         if then and then in "0123456789@*#?$!-":
             self._i += 1
-            return Part("var" if then.isdigit() else "all" if then in "@*" else "no", then, quoted, s[start : self._i])
+            kind: Literal["var", "all", "no"] = "all" if then in "@*" else "no" if then in "?$!-" else "var"
+            return Part(kind, then, quoted, s[start : self._i])
         return Part("lit", "" if then == '"' and not quoted else "$", quoted)
 
     def _braces(self, start: int, quoted: bool) -> Part:
@@ -178,67 +216,36 @@ class Lexer:
         self._i = head.end()
         default = tuple(self._parts("}", quoted=quoted))
         self._pass(self._i, "}")
-        kind: Literal["all", "var"] = "all" if head[2] in ("@", "*") or head[1] in "@*" else "var"
-        return Part(kind, head[1], quoted, self._s[start : self._i], head[3] or "", default)
+        size, name, index, operator = head.groups()
+        kind: Literal["all", "var", "size"] = (
+            "size" if size else "all" if index in ("@", "*") or name in "@*" else "var"
+        )
+        star = "*" if "*" in (index, name) else index or ""
+        return Part(kind, name, quoted, self._s[start : self._i], operator or "", default, star)
 
-    def _skip(self, close: str) -> None:
-        """To behind the bracket or quote that closes what was opened."""
+    def _skip(self, close: str, *, sums: bool = False) -> None:
+        """To behind the bracket or quote that closes what was opened. sums: it is arithmetic."""
         s = self._s
         while self._i < len(s):
             c = s[self._i]
             self._i += 1
             if c == close:
                 return
-            if c == "\\":
+            if close == ")" and not sums and c == "#" and s[self._i - 2] in " \t\n":
+                self._i = self._find("\n")
+            elif close == ")" and not sums and c == "<" and (document := _DOCUMENT.match(s, self._i - 1)):
+                end = re.compile(
+                    rf"^{chr(9) + '*' if document[1] else ''}{re.escape(document[3])}$", re.MULTILINE
+                ).search(s, self._find("\n"))
+                self._i = end.end() if end else len(s)
+            elif c == "\\":
                 self._i += 1
             elif c == "'" and close != '"':
                 self._pass(self._find("'"), "'")
             elif c == '"':
                 self._skip('"')
             elif c == "(" and (close == ")" or s[self._i - 2] == "$"):
-                self._skip(")")
+                self._skip(")", sums=sums)
             elif c == "{" and s[self._i - 2] == "$":
                 self._skip("}")
         raise self._unclosed(close)
-
-
-def arithmetic(raw: str, known: Callable[[str], str]) -> str | None:
-    """The value of `$((2 * N))`: whole numbers, names, + - * / % and parentheses. None for anything else, and where `known` gives
-    no whole number for a name."""
-    if not _SUM.fullmatch(raw):
-        return None
-    text = _SUM_NAME.sub(lambda found: f"({known(found[1] or found[2]) or '?'})", raw[3:-2])
-    try:
-        return str(_whole(ast.parse(text.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-        return None
-
-
-def _quotient(a: int, b: int) -> int:
-    """Cut towards zero, as in a shell."""
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-
-_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _quotient,
-    ast.Mod: lambda a, b: a - b * _quotient(a, b),
-}
-
-
-def _whole(node: ast.expr) -> int:
-    """A whole number of 64 bits, as in a shell; ValueError for what is none."""
-    match node:
-        case ast.Constant(value=int(value)):
-            number = value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            number = -_whole(operand)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            number = _OPERATIONS[type(op)](_whole(left), _whole(right))
-        case _:
-            raise ValueError("not read")
-    if not -(2**63) <= number < 2**63:
-        raise ValueError("more than 64 bits")
-    return number

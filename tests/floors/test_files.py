@@ -46,7 +46,7 @@ VETTED = Path("actors/trainer/megatron_backend/torch_dist.py")
 @each(lambda: FILES)
 def test_nothing_received_can_be_run(path: Path) -> None:
     """But in the sandbox, which is there to run what nobody vouches for."""
-    if path == Path("actors/runtime/zygote.py"):
+    if path in (Path("actors/runtime/zygote.py"), Path("miles_async/cli/recipe_child.py")):
         return
     vetted = {"pickle"} if path == VETTED else set()
     for node in ast.walk(parse(path)):

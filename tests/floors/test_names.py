@@ -17,6 +17,7 @@ STAYS = {
     "actors/environments/guess.py Guess": "the environment that ships, named by --environment-path",
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
+    "miles_async/cli/recipe_typer.py callback": "typer has it; recipes use it",
 }
 IN_PYTHON = ("Knobs", "Run", "RunEnded", "SettingsError", "StartedRun", "open_run", "run")
 STAYS |= {f"miles_async/__init__.py {name}": "the library in Python: docs/python.md" for name in IN_PYTHON}
@@ -27,6 +28,7 @@ CALLED_BY_LIBRARIES |= {"do_GET", "log_message", "handle_error", "process_reques
 CALLED_BY_LIBRARIES |= {"load_common", "get_states", "set_states", "get_replay_topk"}  # megatron-core
 CALLED_BY_LIBRARIES |= {"add_samples", "get_buffer_length", "get_reward_value"}  # functions written for Miles
 CALLED_BY_LIBRARIES |= {"compose", "key_enter"}  # textual, beside on_ and action_ below
+CALLED_BY_LIBRARIES |= {"create_module"}  # importlib
 TEXTUAL = "miles_async/console/top/"
 Use = tuple[str, str]
 

@@ -145,7 +145,9 @@ def test_a_script_gives_what_its_flags_give(name: str, tmp_path: Path) -> None:
 def test_a_script_is_tried_without_a_gpu(tmp_path: Path) -> None:
     """No flag behind a script could take back what it passes on to SGLang."""
     script = tmp_path / "run.sh"
-    script.write_text("python3 train.py --lr 1e-6 --sglang-mem-fraction-static 0.7 --sglang-router-policy x --rollout-num-gpus 4\n")
+    script.write_text(
+        "python3 train.py --lr 1e-6 --sglang-mem-fraction-static 0.7 --sglang-router-policy x --rollout-num-gpus 4\n"
+    )
     asked = parse(["--from-miles", str(script), "--engine", "embedded", "--rollout-num-gpus", "0"])
     assert {value.typed: value.words for value in asked.values} == {
         "--dynamic-sampling-filter-path": ("none",), "--lr": ("1e-6",), "--engine": ("embedded",), "--rollout-num-gpus": ("0",),
@@ -163,7 +165,7 @@ def test_all_refusals_come_at_once_and_name_their_lines(tmp_path: Path, capsys: 
     script = tmp_path / "run.sh"
     script.write_text("""X=(--lr $(cat lr.txt) --num-layers $(layers)
   --hf-checkpoint ${MODEL_OF_TEST} --lora-rank 8 --rollout-bach-size 4)
-[ -n "$WIDE" ] && X+=(--use-tis --tis-clip 3)
+nvidia-smi -L && X+=(--use-tis --tis-clip 3)
 for seed in 1 2; do
   python3 train_async.py ${X[@]} --seed $seed --save a b
 done
@@ -227,11 +229,35 @@ def test_commands_that_eval_or_another_shell_is_given_are_read_with_what_they_wo
         assert all("is set nowhere" in word.unread or "shell alone" in word.unread for word in found if word.unread)
 
 
-def test_what_a_function_is_given_is_refused_and_not_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_function_is_given_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.sh"
     path.write_text('start() {\n  python3 train.py --lr 1 "$@"\n}\nstart --num-rollout 5\n')
     assert app.main(["train", "--from-miles", str(path), "--dry-run"]) == 2
-    assert "$@ are what the function start is given" in capsys.readouterr().err
+    assert "--num-rollout 5 " in capsys.readouterr().out
+
+
+def test_what_a_model_file_would_say_may_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "run 1.sh"
+    path.write_text(
+        'read -ra MODEL_ARGS <<< "$(ask the model)"\n'
+        "python3 train.py --sglang-cuda-graph-bs 1 2 ${MODEL_ARGS[@]} --lr $1 --wandb-key ${KEY_OF_TEST} --seed 4\n"
+    )
+    args = parse(["--from-miles", f"'{path}' 2e-6"])
+    assert args.refused.found == []
+    assert {value.typed: value.words for value in args.values if value.typed in ("--lr", "--seed", "--wandb-key")} == {
+        "--lr": ("2e-6",), "--seed": ("4",)
+    }  # fmt: skip
+    told = "\n".join(args.told)
+    assert (
+        "note: run 1.sh:1: what MODEL_ARGS holds is left out: $(ask the model) is not run; config.json says the same"
+        in told
+    )
+    assert re.search(
+        r"--wandb-key \*\*\* +left out, as an empty secret says nothing: \$\{KEY_OF_TEST\} is set nowhere", told
+    )
+    assert parse(["--from-miles", str(path)]).refused.found != []  # a path with a space; its argument is missing
+    with pytest.raises(SettingsError, match="No closing quotation"):
+        parse(["--from-miles", "run.sh 'a"])
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
