@@ -154,16 +154,20 @@ class Context:
         event = Event(actor=self.name, kind=kind, text=printable(text), wall=self.clock.wall(), level=level, data=data)
         await self.bus.append([Out(EVENTS, event)], repeatable=True)
 
-    async def beat(self) -> None:
-        """Send vitals: the last ones to the hash that `status` reads, each one to the events log. How long the bus takes to answer
-        is measured each time: on a slow link there is news at every beat."""
+    async def beat(self, *, leaves: bool = False) -> None:
+        """Send vitals: the last ones to the hash that `status` reads, which renews this actor's name, each one to the events log.
+        How long the bus takes to answer is measured each time: on a slow link there is news at every beat. `leaves`: the last
+        ones, with which the name is given back."""
         if self.clock.monotonic() >= self._room_due:
             self._room_due = self.clock.monotonic() + ROOM_S
             self.counters |= await asyncio.to_thread(room_left, self.spec.run_dir or "/")
         vitals, asked = self.vitals(), self.clock.monotonic()
-        await self.bus.set_vitals(self.name, vitals)
+        lapsed = await self.bus.set_vitals(self.name, vitals, leaves=leaves)
         self._answered_s.append(self.clock.monotonic() - asked)
         # The middle one: a late answer may be a process that waited for a core, a quick one a slow link between two fetches.
         if len(self._answered_s) >= FEW_ANSWERS:
             self.counters["bus_answer_s"] = median_low(self._answered_s)
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)
+        if lapsed and self.bus.names.hold is not None:
+            text = f"was not heard for a while, and nobody took its name: it goes on as generation {self.bus.names.hold.generation}"
+            await self.event("name retaken", text)

@@ -1,8 +1,8 @@
 -- Hops: each one checks, acknowledges, appends and moves the accounts, all or nothing. Several of one process share a call.
 --
--- KEYS  1 state   2 ledger   3 open   4 bytes   5 marks   6.. every other key that ARGV names
+-- KEYS  1 state   2 ledger   3 open   4 bytes   5 marks   6 names   7.. every other key that ARGV names
 -- ARGV  lane, mark: what this call leaves in the marks of its sender, so that a repetition after a lost reply is known
---       n, then n commits, each one msgpack array of arrays and then, as they are, the bodies and values that it leaves out:
+--       n; name and token of the sender, '' = it has no name (see take.lua); then n commits, each one msgpack array of arrays and then, as they are, the bodies and values that it leaves out:
 --   acks     {stream key, readers, bytes, {entry ids in order}}...
 --   appends  {stream key, bytes, bound, blob key or '', cap, {field, value...}}...; the last value is left out if it is a body
 --   ledger   field, delta...
@@ -13,12 +13,23 @@
 --   guard    nothing, or field, expect, value
 -- Returns for each commit {"ok", entry ids...} | {"done"} (by this very call, whose reply was lost) | {"again"} (the guard
 --         says that an equal one was done before) | {"stale", value} (the guard fails) | {"moved", ids...} (no longer
---         pending) | {"full", stream key} | {"noblob", key}
+--         pending) | {"full", stream key} | {"noblob", key} | {"nameless", word} (the sender's name is another's, whose word it
+--         is, or nobody's: '')
 local KEEP_VERSIONS = 64
 local state, ledger, open, bytes, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local call, decode = redis.call, cmsgpack.unpack
-local i = 3
+local i = 5
 local function take() i = i + 1; return ARGV[i] end
+
+-- A zombie does nothing, whatever its commits are.
+if ARGV[4] ~= '' then
+  local word = call('HGET', KEYS[6], ARGV[4])
+  if not word or string.match(word, '^%d+:(%x*):') ~= ARGV[5] then
+    local refused = {}
+    for n = 1, tonumber(ARGV[3]) do refused[n] = {'nameless', word or ''} end
+    return refused
+  end
+end
 
 -- Bytes in flight of a stream: read once, kept here, written when the call ends.
 local used, moves = {}, {}

@@ -74,7 +74,7 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> str:
-        """Hash worker -> the process that has this name, by a word of its own making."""
+        """Hash actor -> `generation:token:who` of the process that has this name (hold.py)."""
         return self._key("names")
 
     @property

@@ -127,6 +127,7 @@ class Link:
         self.deadline_s = deadline_s
         self.server_restarts = 0  # also successors: replicas that were promoted
         self.life = ("", "", "")  # key, field, and what must stand there; see BusConfig
+        self.name = ("", "")  # whose jobs these are, and its token (hold.py)
         self.local_address, self.peer_address = "", ""  # see Wire; of the last time that we had to dial
         self._scripts = {script.sha: script for script in scripts}
         self._server = ("", "")
@@ -230,7 +231,7 @@ class Link:
             named = group[0].keys if len(group) == 1 else dict.fromkeys(key for job in group for key in job.keys)
             fixed = group[0].fixed
             self._calls += 1
-            command = ["EVALSHA", sha, len(fixed) + len(named), *fixed, *named, lane_name, self._calls, len(group)]
+            command = ["EVALSHA", sha, len(fixed) + len(named), *fixed, *named, lane_name, self._calls, len(group), *self.name]
             for job in group:
                 command += job.args
             commands.append(tuple(command))
@@ -336,15 +337,16 @@ class Link:
         facts = [("INFO", "server"), ("INFO", "replication"), ("HGET", key, field)]
         replies = await self._aside(facts if life else facts[:2])
         if life and replies[2] != life.encode():
-            raise BusWentBack(
-                f"Redis at {self.shown} came back {'as it was before' if replies[2] else 'without'} this run, which is to be "
-                "restored from its last checkpoint."
-            )
+            raise self.went_back("as it was before" if replies[2] else "without")
         named = dict(line.split(":", 1) for part in replies[:2] for line in part.decode().splitlines() if ":" in line)
         server = named.get("run_id", ""), named.get("master_replid", "")
         if self._server != ("", "") and server != self._server:
             self.server_restarts += 1
         self._server, self._doubted = server, False
+
+    def went_back(self, how: str = "as it was before") -> BusWentBack:
+        """The server holds another life of this run, or none."""
+        return BusWentBack(f"Redis at {self.shown} came back {how} this run, which is to be restored from its last checkpoint.")
 
     async def _aside(self, commands: Sequence[Command]) -> list[Any]:
         """On a connection of their own: the others may be waiting for a server that takes no writes. Raises a refusal."""

@@ -24,13 +24,14 @@ from bus.messages.base import Message
 from bus.messages.codec import Decoder, encode
 from bus.messages.control import DeadLetter, Vitals
 from bus.streams.entry import Commit, CommitResult, Entry, Out, RunSnapshot
+from bus.streams.hold import BEAT, TAKE, Names
 from bus.streams.hop import Placed, hop_args, table_of, text_of
 from bus.streams.keys import Keys, StreamKeys
 from bus.streams.link import BATCH, Job, Link, Script
 from bus.topology import STREAMS, Stream
 
 COMMIT, PREFIX = Script("commit.lua"), Script("prefix.lua")
-SNAPSHOT, BEAT = Script("snapshot.lua"), Script("beat.lua")
+SNAPSHOT = Script("snapshot.lua")
 LIFE = "life"  # state field; given anew whenever the bus held nothing of the run
 _BARE = Commit(bounded=True)  # an append without condition
 
@@ -58,7 +59,7 @@ class Bus:
         self.config = config
         self.clock: Clock = clock or SystemClock()
         self.keys = Keys(config.run)
-        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, PREFIX, SNAPSHOT, BEAT))
+        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, PREFIX, SNAPSHOT, BEAT, TAKE))
         self.expect(config.life)
         self.blobs: BlobStore = (
             FileBlobs(Path(config.blob_dir), self.clock, deadline_s=0.9 * config.deadline_s)
@@ -69,7 +70,8 @@ class Bus:
         self._sender = uuid.uuid4().hex[:16]  # names this process's marks; decides nothing
         self._sent = 0
         self._fixed_keys = [self.keys.state, self.keys.ledger, self.keys.open_groups, self.keys.in_flight_bytes]
-        self._fixed_keys.append(self.keys.marks(self._sender))
+        self._fixed_keys += [self.keys.marks(self._sender), self.keys.names]
+        self.names = Names(self.link, self.keys)
         self._decoders: dict[str, Decoder[Any]] = {s.name: Decoder(s.union, s.name) for s in STREAMS}
         self.waiting_for_room: str = ""
 
@@ -158,6 +160,8 @@ class Bus:
                         raise DeadlineExceeded(self._full_text(self.waiting_for_room))
                     await self.clock.sleep(pause_s)
                     pause_s = min(0.2, pause_s * 2)
+                case b"nameless":
+                    await self.names.again(rest[0])
                 case b"stale":
                     raise InvariantBroken(
                         f"state moved under us in run {self.config.run}: found {text_of(rest[0])!r}. Another process holds "
@@ -200,8 +204,8 @@ class Bus:
 
     async def save_prefix(self, entry: Entry, consumer: str, sample_id: str, chunk: bytes) -> bool:
         """Append to the saved prefix of a running sample and renew its lease; False = the lease is lost."""
-        keys = [self.keys.stream(entry.stream.name), self.keys.prefix(sample_id), self.keys.marks(self._sender)]
-        args = [entry.readers, consumer, entry.id, chunk, *self._mark()]
+        keys = [self.keys.stream(entry.stream.name), self.keys.prefix(sample_id), self.keys.marks(self._sender), self.keys.names]
+        args = [entry.readers, consumer, entry.id, chunk, *self._mark(), *self.link.name]
         return bool(await self.link.run_script(PREFIX, keys, args))
 
     async def load_prefix(self, sample_id: str) -> list[bytes]:
@@ -209,7 +213,8 @@ class Bus:
         return list(await self.link.run("LRANGE", self.keys.prefix(sample_id), 0, -1))
 
     async def forget_run(self) -> int:
-        """Delete every key of this run, and of no other; returns how many there were."""
+        """Delete every key of this run, and of no other; returns how many there were. This process's name goes too."""
+        self.names.drop()
         removed, cursor = 0, b"0"
         while True:
             cursor, keys = await self.link.run("SCAN", cursor, "MATCH", self.keys.stream("*"), "COUNT", 1000)
@@ -314,9 +319,9 @@ class Bus:
                 found[name] = msgspec.msgpack.decode(raw, type=Vitals)
         return found
 
-    async def set_vitals(self, actor: str, message: Message) -> None:
-        """Replace an actor's last vitals."""
-        await self.link.run_script(BEAT, [self.keys.vitals, self.keys.heard], [actor, encode(message)])
+    async def set_vitals(self, actor: str, message: Message, *, leaves: bool = False) -> bool:
+        """Replace an actor's last vitals, and renew its name where it is this process's; see Names.beat."""
+        return await self.names.beat(actor, encode(message), leaves=leaves)
 
     async def silences(self) -> dict[str, float]:
         """Seconds since each actor's last vitals, by the server's clock alone."""
