@@ -58,9 +58,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(key: str, name: str, word: bytes, heard: Any = b"", silent_ms: int = 0) -> Held:
         """Of the word under a name; Garbage for what is none."""
-        generation, _, rest = word.partition(b":")
-        token, _, who = rest.partition(b":")
         try:
+            generation, token, who = word.split(b":", 2)
             said = msgspec.json.decode(who, type=Who) if who else Who()
             number, owner = int(generation), token.decode("ascii")
         except (*UNREADABLE, ValueError) as error:
