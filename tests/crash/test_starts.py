@@ -19,7 +19,7 @@ import pytest
 
 from miles_async.launcher.local import running
 from tests.crash.conftest import Launch
-from tests.crash.house import UNLOWERED, Run, Tables, merged, until
+from tests.crash.house import UNLOWERED, Run, Tables, until
 from tests.crash.judge import judge
 from tests.crash.test_launcher import kill_launcher
 
