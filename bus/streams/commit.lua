@@ -33,8 +33,15 @@ end
 
 -- Bytes in flight of a stream: read once, kept here, written when the call ends.
 local used, moves = {}, {}
+local function garbage(key, field) error('GARBAGE|' .. key .. '|' .. field .. '|') end
+local function add(key, field, delta)
+  local now = redis.pcall('HINCRBY', key, field, string.format('%.0f', delta))
+  if type(now) ~= 'table' then return end
+  if string.find(now.err, 'not an integer') then garbage(key, field) end
+  call('HINCRBY', key, field, 0) -- which says the same again, as an error of this call
+end
 local function in_flight(key)
-  if not used[key] then used[key] = tonumber(call('HGET', bytes, key) or '0') end
+  if not used[key] then used[key] = tonumber(call('HGET', bytes, key) or '0') or garbage(bytes, key) end
   return used[key]
 end
 local function move_bytes(key, delta)
@@ -148,7 +155,7 @@ local function fold(head, version)
   local account = head .. string.format('%.0f', version)
   local n = call('HGET', ledger, account)
   if n then
-    call('HINCRBY', ledger, head .. 'older', n)
+    add(ledger, head .. 'older', tonumber(n) or garbage(ledger, account))
     call('HDEL', ledger, account)
   end
 end
@@ -156,7 +163,7 @@ local folded = nil
 for _, field in ipairs(fields_of) do
   local head, id = string.match(field, '^(tokens/%l+/version/)(%d+)$')
   if head then
-    folded = folded or tonumber(call('HGET', state, 'folded') or '0')
+    folded = folded or tonumber(call('HGET', state, 'folded') or '0') or garbage(state, 'folded')
     id = tonumber(id)
     local limit = id - KEEP_VERSIONS
     if limit > folded then
@@ -175,13 +182,13 @@ for _, field in ipairs(fields_of) do
     end
   end
   local account = head and id <= folded and head .. 'older' or field
-  call('HINCRBY', ledger, account, string.format('%.0f', sums_of[field]))
+  add(ledger, account, sums_of[field])
 end
 for key, ids in pairs(gone) do
   for from = 1, #ids, 1000 do call('XDEL', key, unpack(ids, from, math.min(from + 999, #ids))) end
 end
 for key, delta in pairs(moves) do
-  if delta ~= 0 then call('HINCRBY', bytes, key, string.format('%.0f', delta)) end
+  if delta ~= 0 then add(bytes, key, delta) end
 end
 if effective and last <= 0 then
   call('HSET', marks, ARGV[1], ARGV[2] .. ':' .. table.concat(flags))

@@ -83,6 +83,14 @@ class Keys(msgspec.Struct, frozen=True):
         return self._key("identity")
 
 
+def kind_of(key: str) -> str:
+    """What a key of a run must be, in the server's words."""
+    name = key.partition("}:")[2].partition(":")[0]
+    kinds = {"identity": "string", "blob": "string", "prefix": "list"}
+    hashes = ("state", "ledger", "open", "bytes", "marks", "names", "vitals", "heard")
+    return kinds.get(name) or ("hash" if name in hashes else "stream")
+
+
 class StreamKeys(dict[str, str]):
     """Stream name -> key, each made once."""
 

@@ -30,7 +30,8 @@ from redis.exceptions import (
 
 from bus.client import PASSWORD, PASSWORD_FILE, without_secrets
 from bus.clock import Clock
-from bus.errors import BusFull, BusRefused, BusUnreachable, BusWentBack, InvariantBroken
+from bus.errors import BusFull, BusRefused, BusUnreachable, BusWentBack, Garbage, InvariantBroken
+from bus.streams.keys import kind_of
 from bus.streams.wire import Command, Wire
 
 log = logging.getLogger("bus")
@@ -40,6 +41,7 @@ Waiting = asyncio.Future[Any]
 _REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED", "NOREPLICAS", "MASTERDOWN")
 _ELSEWHERE = ("READONLY", "UNBLOCKED", "MASTERDOWN")  # of a replica: the primary may be at the same address by now
 _IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): .*?: -(?=[A-Z]+ )")
+_GARBAGE = re.compile(r"GARBAGE\|([^|]*)\|([^|]*)\|")  # said by commit.lua
 STALL_S = 1.0  # by which a wait of ours may outlast what it was to take; more, and this process did not run
 SAY_S = 5.0  # of a server that does not answer, after which it is said that it is waited for
 CLOSE_S = 3.0  # for what is queued to a server that does not answer, when nobody waits for it any more
@@ -113,6 +115,8 @@ def translate(error: RedisError, shown: str) -> Exception:
             f"Redis at {shown} holds something else under a key of this run ({text[:80]}). Another program writes there: remove "
             "the key that is not the run's, or start the run under another --name."
         )
+    if found := _GARBAGE.search(text):
+        return Garbage.of_hash(found[1], found[2], "no number")
     return InvariantBroken(f"Redis at {shown} answered {text!r} to a command of ours")
 
 
@@ -185,9 +189,9 @@ class Link:
                     replies = await self.retry(lambda commands=commands: self._exchange(commands))  # type: ignore[misc]
                 except Exception as error:  # noqa: BLE001 - every waiter gets it; none is left hanging
                     replies = [error] * len(commands)
-                for futures, reply in zip(waiting, replies, strict=True):
+                for at, (futures, reply) in enumerate(zip(waiting, replies, strict=True)):
                     if isinstance(reply, RedisError):
-                        reply = translate(reply, self.shown)
+                        reply = await self.explained(reply, commands[at])
                     joined = isinstance(futures, list) and not isinstance(reply, Exception)
                     futures = futures if isinstance(futures, list) else [futures]
                     parts = reply if joined else [reply] * len(futures)
@@ -343,6 +347,19 @@ class Link:
         if self._server != ("", "") and server != self._server:
             self.server_restarts += 1
         self._server, self._doubted = server, False
+
+    async def explained(self, error: RedisError, command: Command) -> Exception:
+        """A refusal as an error of ours, which names the key that holds something of another kind."""
+        if "WRONGTYPE" in str(error):
+            keys = dict.fromkeys(word for word in command if isinstance(word, str) and word.startswith("ma:{"))
+            try:
+                kinds = await self._aside([("TYPE", key) for key in keys])
+            except (RedisError, OSError):
+                kinds = []
+            for key, kind in zip(keys, kinds, strict=False):
+                if kind.decode() not in ("none", kind_of(key)):
+                    return Garbage.of_key(key, f"it is a {kind.decode()}, not a {kind_of(key)}")
+        return translate(error, self.shown)
 
     def went_back(self, how: str = "as it was before") -> BusWentBack:
         """The server holds another life of this run, or none."""

@@ -13,9 +13,9 @@ from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 from bus.errors import InvariantBroken
 from bus.streams.entry import Entry
-from bus.streams.hop import id_key, text_of
-from bus.streams.link import refuses_writes, translate
-from bus.streams.redis import Bus, make_entry
+from bus.streams.hop import id_key, make_entry, text_of
+from bus.streams.link import refuses_writes
+from bus.streams.redis import Bus
 from bus.streams.wire import Wire
 from bus.topology import Stream
 
@@ -248,7 +248,7 @@ class Reader:
                 await self._wire.close()  # a replica by now; the primary may be elsewhere
                 raise
             if not str(error).startswith("NOGROUP"):
-                raise translate(error, self._bus.link.shown) from error
+                raise await self._bus.link.explained(error, tuple(command)) from error
             await self.open()  # a server that lost its last second may have lost the group too
             return await self._asked(command)
         except (ConnectionError, TimeoutError, OSError):

@@ -114,10 +114,10 @@ async def furthest_step(bus: Bus, history: History) -> int:
     be seconds behind, and knows of steps that a restore took back."""
     try:
         async with asyncio.timeout(ASKED_S):
-            said = await bus.state("trainer")
+            said = await bus.state_as("trainer", lambda text: int(text.partition(":")[0] or 0))
     except (MilesAsyncError, TimeoutError):
-        said = ""
-    return max(history.furthest, int(said.partition(":")[0] or 0))
+        said = 0
+    return max(history.furthest, said)
 
 
 class Supervisor:
