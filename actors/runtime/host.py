@@ -53,6 +53,15 @@ def is_stopped(vitals: Vitals) -> bool:
         return False
 
 
+def folder_id(folder: str) -> tuple[int, int]:
+    """Tells a folder from another one that has its name later; (0, 0) where there is none."""
+    try:
+        found = os.stat(folder)
+    except FileNotFoundError:
+        return 0, 0
+    return found.st_dev, found.st_ino
+
+
 def room_left(folder: str) -> dict[str, float]:
     """Free bytes on the disk of `folder` and in this host's memory, and that memory's free share; of a container, its own."""
     memory = psutil.virtual_memory()

@@ -336,7 +336,7 @@ class Launcher:
             except (MilesAsyncError, OSError) as error:
                 text = disk_text(error, (str(self._run_dir),)) or str(error)
                 print(f"note: Redis died and does not start again: {text} All actors end now.", file=sys.stderr, flush=True)
-                self._lost = self._lost or RunFailed(text, status=EXIT_BUS_GONE)
+                self._lost = self._lost or RunFailed(text, status=EXIT_BUS_GONE, resumes=False)
                 self._asked.set()
                 return
 
