@@ -72,7 +72,7 @@ class Garbage(InvariantBroken):
 def _garbage(where: str, error: object, command: str) -> str:
     return (
         f"{where} holds what this run did not write there ({error}). Another program writes on its Redis: end that, take it away "
-        f"(redis-cli {command}), then give the same command. Nothing else was changed."
+        f"(redis-cli {command}; a private Redis has ended with the run: move its folder redis away), then give the same command."
     )
 
 
