@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.runtime.host import folder_id, processes_name, room_left, shared_memory_name
+from actors.runtime.host import Folder, processes_name, room_left, shared_memory_name
 from actors.runtime.refusals import Refusals, RunEnds
 from bus import Bus, BusConfig, Out
 from bus.errors import printable
@@ -69,7 +69,7 @@ class Context:
         self.ranks = ""  # process ids of a trainer's other ranks, by host
         self.news = asyncio.Event()  # in the vitals: they are sent at once
         self._room_due = 0.0
-        self._folder = folder_id(spec.run_dir)
+        self._folder = Folder(spec.run_dir)
         self._answered_s: deque[float] = deque(maxlen=ANSWERS)  # how long the bus took for each of the last vitals
         self._waits: list[tuple[str, float]] = []
         self._last_wait: tuple[str, float, float] = ("", 0.0, 0.0)
@@ -162,7 +162,7 @@ class Context:
         if self.clock.monotonic() >= self._room_due:
             self._room_due = self.clock.monotonic() + ROOM_S
             self.counters |= await asyncio.to_thread(room_left, self.spec.run_dir or "/")
-            if self._folder != await asyncio.to_thread(folder_id, self.spec.run_dir):
+            if await asyncio.to_thread(self._folder.is_gone):
                 raise RunEnds(f"the run's folder {self.spec.run_dir} was removed or replaced: what worked there ends")
         vitals, asked = self.vitals(), self.clock.monotonic()
         lapsed = await self.bus.set_vitals(self.name, vitals, leaves=leaves)

@@ -123,13 +123,20 @@ def test_who_was_ordered_by_a_launcher_that_died_before_he_began_does_not_begin(
     judge(run)
 
 
-def second_of(run: Run, name: str) -> subprocess.Popen[bytes]:
-    """Another process of an actor, as an orphan would be: nobody keeps it."""
-    spec = run.dir / "actors" / f"{name}.json"
-    role = json.loads(spec.read_text())["role"]
+@contextmanager
+def second_of(run: Run, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process of an actor with the first one's command line, as an orphan would be: nobody keeps it."""
+    words = psutil.Process(run.pid(name)).cmdline()
+    command = [*UNLOWERED, sys.executable, *(word for word in words[1:] if word)]
     with (run.home / "second.log").open("ab") as log:
-        command = [*UNLOWERED, sys.executable, "-P", "-m", f"actors.{role}", str(spec.resolve())]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=run.environment())
+        second = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=run.environment(), cwd=run.home, start_new_session=True
+        )
+    try:
+        yield second
+    finally:
+        second.kill()
+        second.wait(30)
 
 
 @pytest.mark.slow
@@ -139,8 +146,8 @@ def test_a_second_process_of_an_actor_ends_in_one_line_and_the_first_goes_on(nam
     run.start()
     run.until_step(1)
     first = run.pid(name)
-    second = second_of(run, name)
-    assert second.wait(120) == 77
+    with second_of(run, name) as second:
+        assert second.wait(120) == 77
     said = (run.home / "second.log").read_text()
     assert f"is held by process {first} on host" in said and "Traceback" not in said
     assert run.pid(name) == first
@@ -157,19 +164,19 @@ def test_who_stood_still_until_another_took_his_name_ends_and_the_other_is_kept(
     run.start()
     run.until_step(1)
     first = run.pid(name)
-    os.kill(first, signal.SIGSTOP)
-    second = second_of(run, name)
     log = run.home / "second.log"
-    run.until("the second to have the name", lambda: log.exists() and "has its name" in log.read_text())
-    os.kill(first, signal.SIGCONT)
-    run.until("the first to end", lambda: second.poll() is not None or not psutil.pid_exists(first))
-    said = (run.dir / "logs" / f"{name}.log").read_text()
-    assert "was taken by process" in said
-    step = run.step()
-    run.until("training to go on", lambda: run.step() >= step + 2)
-    assert len(run.pids(name)) == 1
-    second.poll()
-    run.drain()
+    with second_of(run, name) as second:
+        os.kill(first, signal.SIGSTOP)
+        run.until("the second to have the name", lambda: log.exists() and "has its name" in log.read_text())
+        os.kill(first, signal.SIGCONT)
+        run.until("the first to end", lambda: first not in run.pids(name))
+        assert f"was taken by process {second.pid} on" in (run.dir / "logs" / f"{name}.log").read_text()
+        record = run.dir / "metrics.jsonl"
+        run.until("the launcher to keep the other", lambda: f"{name} (pid {second.pid}) still runs" in record.read_text())
+        step = run.step()
+        run.until("training to go on", lambda: run.step() >= step + 2)
+        assert run.pids(name) == [second.pid]
+        run.drain()
     judge(run, steps=run.saved())
 
 
