@@ -72,8 +72,7 @@ class LocalPlacer:
 
     async def start(self, spec: ActorSpec) -> Process:
         name, process = spec.name, Child(outlives=True)
-        content = _content(spec)
-        mark = DIGEST + hashlib.blake2b(content, digest_size=8).hexdigest()
+        mark = mark_of(spec)
         for pid, other in await asyncio.to_thread(lambda: running(self._run_dir).get(name, [])):
             if other == mark and not process.alive:
                 process.adopt(pid)
@@ -87,7 +86,7 @@ class LocalPlacer:
         for file in (self._spec_file(name), self.log_file(name)):  # somebody tidied up
             file.parent.mkdir(exist_ok=True)
         if not self._spec_file(name).exists():
-            write_secret(self._spec_file(name), content.decode())
+            write_secret(self._spec_file(name), _content(spec).decode())
         environment = environment_of(spec.role, self._threads)
         words = (f"actors.{spec.role}", mark, str(self._spec_file(name).resolve()))
         server = self._servers.get(spec.role)
@@ -121,6 +120,11 @@ class LocalPlacer:
 
 def _content(spec: ActorSpec) -> bytes:
     return msgspec.json.format(msgspec.json.encode(spec), indent=2)
+
+
+def mark_of(spec: ActorSpec) -> str:
+    """What its process bears on its command line: with other settings, or of another release, it is another."""
+    return DIGEST + hashlib.blake2b(_content(spec), digest_size=8).hexdigest()
 
 
 def noted_exit(spec_file: Path, pid: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from bus import Bus, BusConfig, Commit, Out, Reader
 from bus.errors import BusWentBack, Garbage, NameTaken
 from bus.messages.control import Event
-from bus.streams.hold import Held, Who
+from bus.streams.hold import Held, Who, own_token
 from bus.streams.redis import LIFE
 from bus.topology import EVENTS, PROMPTS, ROLLOUTS
 from tests.bus.suite.conformance import publish
@@ -193,6 +194,18 @@ async def test_a_name_is_given_back_with_the_last_words_also_where_their_reply_i
             await first.set_vitals("filter", vitals("filter", state="stopped"), leaves=True)
             async with process(redis_url, run_name, "b2") as second:
                 assert await has(second, pid=2) is None and generation_of(second) > before
+
+
+def test_who_was_forked_is_another_than_who_forked_it() -> None:
+    """Children of one fork server, which has loaded this: one may be the successor of the other."""
+    ours, (ear, mouth) = own_token(), os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(mouth, own_token().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(mouth)
+    with os.fdopen(ear) as said:
+        assert said.read() not in ("", ours) and own_token() == ours
 
 
 @pytest.mark.parametrize("word", [b"\xc1", b"7", b"x:y:z", b"7:ab:{", b"7:ab:[1]"])
