@@ -16,6 +16,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from bus import Bus
+from bus.messages.control import Event
+from bus.topology import EVENTS
 from miles_async.launcher.local import running
 from tests.crash.conftest import Launch
 from tests.crash.house import UNLOWERED, Run, Tables, until
@@ -27,6 +30,7 @@ pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 SHORT: Tables = {"rollout": {"num_rollout": 4}}
 FOREVER: Tables = {"rollout": {"num_rollout": 100_000}}
 SECONDS = (0.2, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 13.0, 16.0)
+AFTER_ORDERS = (0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 4.0, 6.0)
 LOOK_S = 0.2
 
 
@@ -63,11 +67,14 @@ def cold(run: Run) -> None:
     run.start(wrap=UNLOWERED)
 
 
-def killed_in_its_start(run: Run, after_s: float, *, folder_too: bool = False) -> Doubles:
-    """Kill the launcher so long after its start, give the same command, and wait for its good end."""
+def killed_in_its_start(run: Run, after_s: float, *, since: str = "start", folder_too: bool = False) -> Doubles:
+    """Kill the launcher so long after its start, or after it wrote what it orders; give the same command, and wait for its good
+    end."""
     doubles = Doubles(run)
     with doubles.watched():
         cold(run)
+        if since == "orders":
+            run.until("its orders", (run.dir / "actors" / "trainer.json").exists)
         time.sleep(after_s)  # the one thing that is tried here
         kill_launcher(run)
         if folder_too:
@@ -83,6 +90,17 @@ def test_killed_in_a_second_of_its_start(after_s: float, run_of: Launch) -> None
     run = run_of(SHORT)
     doubles = killed_in_its_start(run, after_s)
     assert doubles.seen >= {"trainer", "sampler", "recorder"} and not doubles.found
+    assert not run.processes()
+    judge(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", AFTER_ORDERS)
+def test_killed_so_long_after_its_orders(after_s: float, run_of: Launch) -> None:
+    """While fork servers load, and what they forked begins."""
+    run = run_of(SHORT)
+    doubles = killed_in_its_start(run, after_s, since="orders")
+    assert not doubles.found
     assert not run.processes()
     judge(run)
 
@@ -120,6 +138,12 @@ def test_who_was_ordered_by_a_launcher_that_died_before_he_began_does_not_begin(
         run.finish()
     assert not doubles.found
     judge(run)
+
+
+async def adopted(bus: Bus) -> list[str]:
+    """What the launcher says of processes that it found."""
+    events = [await bus.message(entry) for entry in await bus.scan_all(EVENTS)]
+    return [event.text for event in events if isinstance(event, Event) and event.kind == "adopted"]
 
 
 @contextmanager
@@ -170,8 +194,8 @@ def test_who_stood_still_until_another_took_his_name_ends_and_the_other_is_kept(
         os.kill(first, signal.SIGCONT)
         run.until("the first to end", lambda: first not in run.pids(name))
         assert f"was taken by process {second.pid} on" in (run.dir / "logs" / f"{name}.log").read_text()
-        record = run.dir / "metrics.jsonl"
-        run.until("the launcher to keep the other", lambda: f"{name} (pid {second.pid}) still runs" in record.read_text())
+        kept = f"{name} (pid {second.pid}) still runs"
+        run.until("the launcher to keep the other", lambda: kept in run.ask(adopted))
         step = run.step()
         run.until("training to go on", lambda: run.step() >= step + 2)
         assert run.pids(name) == [second.pid]
