@@ -29,7 +29,7 @@ from redis.exceptions import (
 )
 
 from bus.client import PASSWORD, PASSWORD_FILE, without_secrets
-from bus.clock import Clock
+from bus.clock import STALL_S, Awake, Clock
 from bus.errors import BusFull, BusRefused, BusUnreachable, BusWentBack, Garbage, InvariantBroken
 from bus.streams.keys import kind_of
 from bus.streams.wire import Command, Wire
@@ -42,7 +42,6 @@ _REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED", "NOREPLICAS", "MASTERDOW
 _ELSEWHERE = ("READONLY", "UNBLOCKED", "MASTERDOWN")  # of a replica: the primary may be at the same address by now
 _IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): .*?: -(?=[A-Z]+ )")
 _GARBAGE = re.compile(r"GARBAGE\|([^|]*)\|([^|]*)\|")  # said by commit.lua
-STALL_S = 1.0  # by which a wait of ours may outlast what it was to take; more, and this process did not run
 SAY_S = 5.0  # of a server that does not answer, after which it is said that it is waited for
 CLOSE_S = 3.0  # for what is queued to a server that does not answer, when nobody waits for it any more
 BATCH = 128  # commands in one pipelined write
@@ -293,11 +292,11 @@ class Link:
         allowed_s = self.deadline_s if deadline_s is None else deadline_s
         first = self.clock.monotonic()
         until = first + allowed_s
-        pause_s, refused_s = 0.02, 0.0
+        pause_s, refused_s, awake = 0.02, 0.0, Awake()
         while True:
             began = self.clock.monotonic()
             try:
-                async with asyncio.timeout(allowed_s):  # a server that takes the command and never answers
+                async with asyncio.timeout(allowed_s), awake:  # a server that takes the command and never answers
                     if self._doubted:
                         await self._note_restart()
                     found = await attempt()
@@ -310,7 +309,7 @@ class Link:
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
                 self._doubted = True
                 now = self.clock.monotonic()
-                if now - began > allowed_s + STALL_S:
+                if awake.stood or now - began > allowed_s + STALL_S:
                     until = now + allowed_s
                 if now >= until:
                     why = str(error) or "it hangs"
