@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import Protocol
 
-
 STALL_S = 1.0  # by which a wait of ours may outlast what it was to take; more, and this process did not run
 TICK_S = 1.0
 
