@@ -6,6 +6,8 @@ MilesAsyncError
 ├── Poison               this item will never work: dead-letter it
 │   └── BadMessage       bytes on the bus that are not a message of ours
 ├── InvariantBroken      stop: going on would corrupt the run
+│   ├── NameTaken        another process has this actor's name
+│   └── Garbage          a key of the run holds what is none of it
 ├── BusRefused           the server is there but not fit (version, eviction policy, role)
 ├── BusWentBack          the server came back without this run, or as it was long ago
 ├── BusFull              the server refuses writes: out of memory, read-only, disk full
@@ -15,6 +17,8 @@ MilesAsyncError
 
 Unknown exceptions are treated as Poison.
 """
+
+from __future__ import annotations
 
 import msgspec
 
@@ -45,6 +49,31 @@ class Poison(MilesAsyncError):
 
 class InvariantBroken(MilesAsyncError):
     """The process must stop before it serves another entry."""
+
+
+class NameTaken(InvariantBroken):
+    """Another process has this actor's name: it goes on, this one ends."""
+
+
+class Garbage(InvariantBroken):
+    """A key of the run holds what none of its processes wrote there; a restart would meet it again."""
+
+    @classmethod
+    def of_hash(cls, key: str, field: str, error: object) -> Garbage:
+        """In a field of a hash."""
+        return cls(_garbage(f"field {field[:80]!r} of key {key}", error, f"HDEL '{key}' '{field[:80]}'"))
+
+    @classmethod
+    def of_key(cls, key: str, error: object) -> Garbage:
+        """In a key that is one text."""
+        return cls(_garbage(f"key {key}", error, f"DEL '{key}'"))
+
+
+def _garbage(where: str, error: object, command: str) -> str:
+    return (
+        f"{where} holds what this run did not write there ({error}). Another program writes on its Redis: end that, take it away "
+        f"(redis-cli {command}; a private Redis has ended with the run: move its folder redis away), then give the same command."
+    )
 
 
 class BusUnreachable(Transient):

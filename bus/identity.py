@@ -8,7 +8,6 @@ import msgspec
 
 from bus.client import connect
 from bus.errors import UNREADABLE, BusRefused
-from bus.streams.hop import text_of
 from bus.streams.keys import Keys
 from bus.streams.redis import Bus, BusConfig
 
@@ -64,16 +63,6 @@ async def identity_at(url: str, run: str) -> Identity | None:
 async def write_identity(bus: Bus, identity: Identity) -> None:
     """Replace it."""
     await bus.link.run("SET", bus.keys.identity, msgspec.json.encode(identity))
-
-
-async def hold_name(bus: Bus, name: str, me: str) -> None:
-    """From now on this process, and no other, has a worker's name."""
-    await bus.link.run("HSET", bus.keys.names, name, me)
-
-
-async def holder_of(bus: Bus, name: str) -> str:
-    """Who has a worker's name; empty = nobody."""
-    return text_of(await bus.link.run("HGET", bus.keys.names, name) or b"")
 
 
 async def runs_on(url: str) -> list[str]:

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from bus.streams.entry import Entry
-from bus.streams.hop import number_in, table_of, text_of
+from bus.streams.hop import make_entry, number_in, table_of, text_of
 from bus.streams.link import Script
-from bus.streams.redis import Bus, make_entry
+from bus.streams.redis import Bus
 from bus.topology import STREAMS, Stream
 
 PAGE = 500
@@ -188,11 +188,11 @@ async def stream_facts(bus: Bus) -> tuple[float, dict[str, StreamFacts]]:
     """The server's time, and every stream with its readers at that instant."""
     keys = [bus.keys.stream(s.name) for s in STREAMS]
     (time, rows), n_bytes = await asyncio.gather(
-        bus.link.run_script(FACTS, keys, []), bus.hash_of(bus.keys.in_flight_bytes)
+        bus.link.run_script(FACTS, keys, []), bus.numbers(bus.keys.in_flight_bytes)
     )
     now = int(time[0]) + int(time[1]) / 1e6
     found = zip(STREAMS, keys, rows, strict=True)
-    return now, {s.name: _stream(s, row, now, int(n_bytes.get(key, b"0"))) for s, key, row in found}
+    return now, {s.name: _stream(s, row, now, n_bytes.get(key, 0)) for s, key, row in found}
 
 
 def _stream(stream: Stream, row: Any, now: float, n_bytes: int) -> StreamFacts:

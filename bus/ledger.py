@@ -215,7 +215,7 @@ def _by_int(table: Mapping[str, int]) -> dict[int, int]:
 
 async def read_accounts(bus: Bus) -> Accounts:
     """The accounts as they are now."""
-    return accounts_of({name: int(n) for name, n in (await bus.hash_of(bus.keys.ledger)).items()})
+    return accounts_of(await bus.numbers(bus.keys.ledger))
 
 
 async def check(bus: Bus) -> LedgerCheck:
@@ -228,8 +228,8 @@ async def check(bus: Bus) -> LedgerCheck:
     streams = [bus.keys.stream(stream.name) for stream in HOME]
     keys = [bus.keys.state, bus.keys.ledger, bus.keys.open_groups, *streams]
     reissue, ledger, opened, *rows = await bus.link.run_script(AUDIT, keys, [])
-    accounts = accounts_of({name: int(n) for name, n in table_of(ledger).items()})
-    groups = {name: msgspec.msgpack.decode(raw, type=OpenGroup) for name, raw in table_of(opened).items()}
+    accounts = accounts_of(bus.counts_of(bus.keys.ledger, table_of(ledger)))
+    groups = {name: bus.group_of(name, raw) for name, raw in table_of(opened).items()}
     return audit(
         accounts,
         groups,

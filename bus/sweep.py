@@ -3,11 +3,8 @@ acknowledged an entry and the deletion of its body. They are found by comparing 
 
 from __future__ import annotations
 
-import msgspec
-
 from bus.dead import read_letters
 from bus.inspect import all_heads
-from bus.messages.groups import OpenGroup
 from bus.streams.redis import Bus
 from bus.topology import STREAMS
 
@@ -27,8 +24,8 @@ async def sweep_orphans(bus: Bus, *, older_s: float | None = None) -> int:
     for stream in STREAMS:
         for head in await all_heads(bus, stream):
             named.update(ref for name in ("blob", "plan", "asides", "inputs") for ref in head.fields.get(name, "").split())
-    for raw in (await bus.hash_of(bus.keys.open_groups)).values():
-        named |= set(msgspec.msgpack.decode(raw, type=OpenGroup).blobs)
+    for group in (await bus.open_groups()).values():
+        named |= set(group.blobs)
     named |= {ref for item in await read_letters(bus) for ref in item.letter.kept}
     orphans = [old[blob] for blob in old.keys() - {_id(ref) for ref in named if ref}]
     await bus.blobs.delete(orphans)

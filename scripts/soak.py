@@ -141,7 +141,7 @@ class Soak:
         dropped = {v.group for v in verdicts if not v.kept}
         dropped |= {g for m in policy if isinstance(m, GroupsGivenUp) for g, _ in m.groups}
         opened = {key.partition("+")[0] for key in await bus.hash_of(bus.keys.open_groups)}
-        issued = Position.parse(await bus.state("sampler")).cursor.group
+        issued = (await bus.state_as("sampler", Position.parse)).cursor.group
         known = {*groups, *dropped, *opened}
         missing = [g for g in (f"g{n:07d}" for n in range(1, issued + 1)) if g not in known]
         if missing:

@@ -91,9 +91,9 @@ class Evaluator:
     async def _look_back(self) -> None:
         """What was issued before; what is under way and cannot go on is given up."""
         context, bus = self._context, self._context.bus
-        self._issued = issued = Issued.parse(await bus.state("eval"))
+        self._issued = issued = await bus.state_as("eval", Issued.parse)
         self._last_step = issued.step
-        self._given_up = tuple(map(int, (await bus.state(GIVEN_UP)).split()))
+        self._given_up = await bus.state_as(GIVEN_UP, lambda text: tuple(map(int, text.split())))
         if not await is_under_way(bus, issued):
             self._over_at = issued.version
         elif issued.sets != self._sets.digest:
@@ -293,7 +293,7 @@ class Evaluator:
         """Poison: nobody waits for this sample, so that it would lie here for ever."""
         issued = self._issued
         if group_id != f"e{issued.step}":  # issued by a former process of ours, as far as is known here
-            issued = Issued.parse(await self._context.bus.state("eval"))
+            issued = await self._context.bus.state_as("eval", Issued.parse)
         if group_id != f"e{issued.step}" or issued.version <= self._over_at or not 0 <= number < len(self._sets.samples):
             raise Poison(f"sample {number} of evaluation {group_id!r}, which is not under way")
 

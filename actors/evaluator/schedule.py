@@ -43,7 +43,7 @@ class Issued(msgspec.Struct, frozen=True):
 
 async def is_under_way(bus: Bus, issued: Issued) -> bool:
     """Whether samples of the evaluation that was issued last are still to come: its results come in one commit."""
-    return issued != Issued() and issued.version > int(await bus.state(DONE) or -1)
+    return issued != Issued() and issued.version > await bus.state_as(DONE, lambda text: int(text or -1))
 
 
 def due(*, active_step: int, last_step: int, interval: int, before_train: bool, final: bool) -> bool:

@@ -150,10 +150,10 @@ class Filter:
     async def _opened(self, group_id: str, sample_id: str) -> OpenGroup:
         """A group as the run lists it: how many samples, which of them have left and with what reward. Poison: it lists none, so
         that nobody waits for this sample and no siblings will come."""
-        raw = await self._context.bus.open_group(group_id)
-        if not raw:
+        opened = await self._context.bus.open_group(group_id)
+        if opened is None:
             raise Poison(f"sample {sample_id} is of no open group: {group_id!r} is closed, or was never issued")
-        return msgspec.msgpack.decode(raw, type=OpenGroup)
+        return opened
 
     def _now(self) -> dict[str, Any]:
         """What decides whether a group leaves: the rule, and where the trainer is."""

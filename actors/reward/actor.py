@@ -31,7 +31,6 @@ from actors.runtime.retry import NotItsFault
 from bus import Commit, Entry, Out
 from bus.errors import Poison, Transient
 from bus.messages.base import Packed
-from bus.messages.groups import OpenGroup
 from bus.messages.samples import RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 
@@ -155,7 +154,7 @@ class RewardRoom:
         if self._siblings.knows(group_id):
             return ""
         bus = self._context.bus
-        raw = (await bus.hash_of(bus.keys.open_groups)).get(group_id)
+        opened = await bus.open_group(group_id)
         types = {entry.fields.get("type") for entry in await bus.scan_all(SCORED) if entry.fields.get("group") == group_id}
         # Last: from here on nothing is waited for, so a sibling that is lost later finds this one here. One that was lost before
         # may not be on the stream yet.
@@ -163,7 +162,7 @@ class RewardRoom:
             return "lost"
         if types:
             return "lost" if "rollout.lost" in types else "alone"
-        return "alone" if raw and msgspec.msgpack.decode(raw, type=OpenGroup).members else ""
+        return "alone" if opened is not None and opened.members else ""
 
     def _unscored(self, commit: Commit, group_id: str) -> Commit:
         """The same, with all that is here of a group that will be dropped for a lost member."""

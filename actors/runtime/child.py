@@ -127,6 +127,9 @@ class Child:
             pass
         if process is not None:
             await process.wait()
+        elif not obeyed:
+            _signal(pid, signal.SIGKILL)  # somebody else started it, and not in a session of its own
+            await ended(pid, STOP_S)  # who comes after it begins then
         return obeyed
 
 

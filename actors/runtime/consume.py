@@ -32,7 +32,7 @@ from bus.dead import letter_of
 from bus.errors import BadMessage, BusFull, BusUnreachable, BusWentBack, InvariantBroken, Poison
 from bus.ledger import EVAL_GROUPS
 from bus.messages.control import DeadLetter
-from bus.messages.groups import OpenGroup, index_of
+from bus.messages.groups import index_of
 from bus.messages.samples import RolloutLost
 from bus.streams.absent import deaths_of, forget_deaths
 from bus.topology import DEAD
@@ -337,11 +337,16 @@ def as_lost(context: Context, onward: Callable[[Entry, RolloutLost], Commit]) ->
 async def _waited_for(context: Context, lost: RolloutLost) -> bool:
     """Whether the run lists the sample as open, or it is of the evaluation under way."""
     index = index_of(lost.sample_id)
-    raw = await context.bus.open_group(lost.group_id)
-    if raw:
-        return index in msgspec.msgpack.decode(raw, type=OpenGroup).indexes
-    step, *_, offset = (await context.bus.state("eval") or "::0").split(":")
-    return lost.group_id == f"{EVAL_GROUPS}{step}" and index < int(offset)
+    opened = await context.bus.open_group(lost.group_id)
+    if opened is not None:
+        return index in opened.indexes
+    step, offset = await context.bus.state_as("eval", _under_way)
+    return lost.group_id == f"{EVAL_GROUPS}{step}" and index < offset
+
+
+def _under_way(text: str) -> tuple[str, int]:
+    step, *_, offset = (text or "::0").split(":")
+    return step, int(offset)
 
 
 def letter(context: Context, entry: Entry, error: Exception) -> DeadLetter:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.runtime.host import processes_name, room_left, shared_memory_name
-from actors.runtime.refusals import Refusals
+from actors.runtime.host import Folder, processes_name, room_left, shared_memory_name
+from actors.runtime.refusals import Refusals, RunEnds
 from bus import Bus, BusConfig, Out
 from bus.errors import printable
 from bus.knobs.live import KnobValues, LiveKnobs
@@ -70,6 +70,7 @@ class Context:
         self.ranks = ""  # process ids of a trainer's other ranks, by host
         self.news = asyncio.Event()  # in the vitals: they are sent at once
         self._room_due = 0.0
+        self._folder = Folder(spec.run_dir)
         self._answered_s: deque[float] = deque(maxlen=ANSWERS)  # how long the bus took for each of the last vitals
         self._waits: list[tuple[str, float]] = []
         self._last_wait: tuple[str, float, float] = ("", 0.0, 0.0)
@@ -155,16 +156,22 @@ class Context:
         event = Event(actor=self.name, kind=kind, text=printable(text), wall=self.clock.wall(), level=level, data=data)
         await self.bus.append([Out(EVENTS, event)], repeatable=True)
 
-    async def beat(self) -> None:
-        """Send vitals: the last ones to the hash that `status` reads, each one to the events log. How long the bus takes to answer
-        is measured each time: on a slow link there is news at every beat."""
+    async def beat(self, *, leaves: bool = False) -> None:
+        """Send vitals: the last ones to the hash that `status` reads, which renews this actor's name, each one to the events log.
+        How long the bus takes to answer is measured each time: on a slow link there is news at every beat. `leaves`: the last
+        ones, with which the name is given back. RunEnds where the run's folder is another now, or gone."""
         if self.clock.monotonic() >= self._room_due:
             self._room_due = self.clock.monotonic() + ROOM_S
             self.counters |= await asyncio.to_thread(room_left, self.spec.run_dir or "/")
+            if await asyncio.to_thread(self._folder.is_gone):
+                raise RunEnds(f"the run's folder {self.spec.run_dir} was removed or replaced: what worked there ends")
         vitals, asked = self.vitals(), self.clock.monotonic()
-        await self.bus.set_vitals(self.name, vitals)
+        lapsed = await self.bus.set_vitals(self.name, vitals, leaves=leaves)
         self._answered_s.append(self.clock.monotonic() - asked)
         # The middle one: a late answer may be a process that waited for a core, a quick one a slow link between two fetches.
         if len(self._answered_s) >= FEW_ANSWERS:
             self.counters["bus_answer_s"] = median_low(self._answered_s)
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)
+        if lapsed and self.bus.names.hold is not None:
+            text = f"was not heard for a while, and nobody took its name: it goes on as generation {self.bus.names.hold.generation}"
+            await self.event("name retaken", text)

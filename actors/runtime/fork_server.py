@@ -4,6 +4,9 @@
 with the child's pid, and later with its exit status. It ends with whoever orders; its children stay. It imports, and does
 nothing else: no thread, no loop, no device may be open in a process that forks. A child's command line is that of a process
 started by hand (`python -m actors.<room> SPEC`), so that it is found by the same means. Linux only.
+
+Always true: nobody carries out an order of the dead. A child has its command line first, and then asks whether its orderer lives;
+so one that goes on is there to be found by whoever comes after that orderer.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any
 import msgspec
 
 from actors.runtime.child import PYTHON
+from actors.runtime.faultpoints import fault_point
 
 SPACE = "-" * 2000  # room for a child's command line in the server's own
 NO_SERVER = 3
@@ -151,10 +155,10 @@ def serve() -> Order | None:
         if 0 not in ready:
             continue
         data = os.read(0, 65536)
-        if not data:
-            return None
         *lines, pending = (pending + data).split(b"\n")
         for line in lines:
+            if orderer_is_gone():  # what it wrote lay here while this process loaded
+                return None
             order = msgspec.json.decode(line, type=Order)
             pid = os.fork()
             if pid == 0:
@@ -164,6 +168,15 @@ def serve() -> Order | None:
                 os.close(woken)
                 return order
             _say(Answer(pid))
+        if not data:
+            return None
+
+
+def orderer_is_gone() -> bool:
+    """Whether nobody holds the other end of stdin, whatever is left to be read there."""
+    asked = select.poll()
+    asked.register(0, 0)  # of POLLHUP one is told in any case
+    return bool(asked.poll(0))
 
 
 def _collect() -> None:
@@ -182,8 +195,12 @@ def _say(answer: Answer) -> None:
 
 
 def become(order: Order) -> None:
-    """In a child: run the order in this process, and end."""
+    """In a child: run the order in this process, and end. Of an orderer that died meanwhile: end at once."""
     os.setsid()
+    rename([*PYTHON, *order.words])
+    fault_point(Path(order.words[-1]).stem, "renamed")
+    if orderer_is_gone():
+        os._exit(0)
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for number, handle in ((0, null), (1, log), (2, log)):
@@ -193,7 +210,6 @@ def become(order: Order) -> None:
     os.environ.update(order.env)
     random.seed()  # else all children would draw the same pauses
     sys.argv = list(order.words)
-    rename([*PYTHON, *order.words])
     code = 1
     try:
         runpy.run_module(order.words[0], run_name="__main__", alter_sys=True)

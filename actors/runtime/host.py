@@ -6,6 +6,8 @@ import ipaddress
 import os
 import shutil
 import socket
+import weakref
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -51,6 +53,25 @@ def is_stopped(vitals: Vitals) -> bool:
         return vitals.processes == processes_name() and psutil.Process(vitals.pid).status() == psutil.STATUS_STOPPED
     except psutil.Error:
         return False
+
+
+class Folder:
+    """A folder as it is now, told from one that has its name later: it is held open, so that its number is not given again."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._handle = path, -1
+        with suppress(OSError):  # it is on another host
+            self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, self._handle)
+
+    def is_gone(self) -> bool:
+        """Whether it was removed, or another stands in its place; False where it was not here."""
+        try:
+            return self._handle >= 0 and not os.path.samestat(os.fstat(self._handle), os.stat(self._path))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
 
 
 def room_left(folder: str) -> dict[str, float]:

@@ -27,7 +27,7 @@ GONE_S = 5.0  # for the kernel to end what was killed, on a busy machine
 def new_mark() -> str:
     """For one process: who owns it (where its process id counts, the id, its start), and which one it is (a name only, that decides
     nothing)."""
-    return f"{processes_name()}:{_owner()}:{uuid4().hex}"
+    return f"{processes_name()}:{owner_of()}:{uuid4().hex}"
 
 
 @asynccontextmanager
@@ -68,15 +68,15 @@ def end_orphans() -> int:
 
     def is_orphan(found: str) -> bool:
         where, _, owner = found.rpartition(":")[0].partition(":")
-        return where == processes_name() and not alive.setdefault(owner, owner == _owner(owner.partition(":")[0]))
+        return where == processes_name() and not alive.setdefault(owner, owner == owner_of(owner.partition(":")[0]))
 
     return _end(is_orphan)
 
 
-def _owner(pid: str = "") -> str:
+def owner_of(pid: str | int = "") -> str:
     """A process by its id and start; empty when it is gone. By the kernel's own count where it is told: a time of day moves when
     the clock is set, and a living owner would look like another."""
-    pid = pid or str(os.getpid())
+    pid = str(pid or os.getpid())
     try:
         return f"{pid}:{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
     except (OSError, IndexError):

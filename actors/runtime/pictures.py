@@ -15,7 +15,6 @@ from actors.runtime.context import Context
 from actors.runtime.prompts import Prompt
 from actors.runtime.run import RunEnds
 from actors.runtime.vision import BadImage, read
-from bus.messages.groups import OpenGroup
 from bus.messages.samples import Picture
 
 MOST_UNSEEN = 64  # prompts in a row whose pictures cannot be read; then it is not the prompts
@@ -59,8 +58,7 @@ class Pictures:
         if not self._blobs:
             return
         bus = self._context.bus
-        listed = (await bus.hash_of(bus.keys.open_groups)).values()
-        held = {blob for raw in listed for blob in msgspec.msgpack.decode(raw, type=OpenGroup).blobs}
+        held = {blob for group in (await bus.open_groups()).values() for blob in group.blobs}
         gone = self._blobs - held
         await bus.blobs.delete(sorted(gone))
         self._blobs -= gone

@@ -7,7 +7,7 @@ vitals · 5 connections close · 6 what code of the user's started and left ends
 Exit codes: 10 work done (not 0, which any `sys.exit()` of code that it runs would say) · 11 asked to end, and drained (restart,
 unless the run ends) · 2 refused at start (never restarted) · 65 the run ends with its cause (never restarted) · 70 crashed · 75 the
 bus went away (restart) · 76 the bus came back without this run (the launcher gives it the checkpoint's state and starts all of them
-again).
+again) · 77 another process has this actor's name (the launcher looks for that one, and else waits for its end).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from actors.runtime.contained import contained, lose_prints
 from actors.runtime.context import STOP_WISH, ActorSpec, Context
 from actors.runtime.deadline import within
 from actors.runtime.drain import drain_watch
+from actors.runtime.holding import take_name
 from actors.runtime.leftovers import ends_with_us
 from actors.runtime.loop import run_loop
 from actors.runtime.loopwatch import watched
@@ -37,21 +38,22 @@ from actors.runtime.priority import ACTOR_NICE, lower_to
 from actors.runtime.refusals import Refused, RunEnds
 from actors.runtime.usage import tell_usage
 from bus import Bus
-from bus.errors import BusRefused, BusUnreachable, BusWentBack, MilesAsyncError, printable
+from bus.errors import BusRefused, BusUnreachable, BusWentBack, Garbage, MilesAsyncError, NameTaken, printable
 from bus.knobs.live import LiveKnobs
 
 R = TypeVar("R")
 EXIT_DONE, EXIT_DRAINED, EXIT_REFUSED, EXIT_RUN_ENDS = 10, 11, 2, 65
-EXIT_CRASHED, EXIT_BUS_GONE, EXIT_BUS_BACK = 70, 75, 76
+EXIT_CRASHED, EXIT_BUS_GONE, EXIT_BUS_BACK, EXIT_NAME_TAKEN = 70, 75, 76, 77
 LAST_S = 5.0  # for what goes on beside the room, after its end: a bus that is away keeps nobody then
 END_AGAIN_S = 30.0  # for what was cancelled to end; engines and processes are ended meanwhile
 
 
 def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> None:
-    """`python -m actors.<room> SPEC.json`: read the spec, run the room, exit with the code above."""
+    """`python -m actors.<room> [MARK] SPEC.json` (the mark is the launcher's): read the spec, run the room, exit with a
+    code of those above."""
     log_to_stderr()
     try:
-        spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ActorSpec)
+        spec = msgspec.json.decode(Path(sys.argv[-1]).read_bytes(), type=ActorSpec)
         room = msgspec.convert(spec.room, room_type)
     except (IndexError, OSError, msgspec.MsgspecError) as error:
         print(f"actor spec refused: {error}. Actors are started by `miles-async train` or `worker`.", file=sys.stderr)
@@ -64,7 +66,7 @@ def main(room_type: type[R], body: Callable[[Context, R], Awaitable[None]]) -> N
         sys.exit(EXIT_CRASHED)
     # For a launcher that adopted this process and cannot wait for it.
     try:
-        Path(sys.argv[1]).with_suffix(".exit").write_text(f"{os.getpid()} {code}\n")
+        Path(sys.argv[-1]).with_suffix(".exit").write_text(f"{os.getpid()} {code}\n")
     except OSError as error:
         logging.getLogger(spec.name).warning("exit status not noted: %s", error)
     sys.exit(code)
@@ -101,6 +103,8 @@ async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Await
     log = logging.getLogger(spec.name)
     try:
         async with Bus(spec.bus) as bus:
+            await take_name(bus, spec.name, spec.heartbeat_s)
+            log.info("has its name, generation %d", bus.names.hold.generation if bus.names.hold is not None else 0)
             knobs = LiveKnobs(bus)
             await knobs.open()
             context = Context(spec, bus, knobs)
@@ -114,8 +118,10 @@ async def run_actor(spec: ActorSpec, room: R, body: Callable[[Context, R], Await
             log.error("%s: %s", type(error).__name__, disk_text(error, (spec.run_dir, "/dev/shm")) or error)
         if isinstance(error, Refused):
             return EXIT_REFUSED
-        if isinstance(error, RunEnds):
+        if isinstance(error, RunEnds | Garbage):
             return EXIT_RUN_ENDS
+        if isinstance(error, NameTaken):
+            return EXIT_NAME_TAKEN
         if isinstance(error, BusWentBack):
             return EXIT_BUS_BACK
         return EXIT_BUS_GONE if isinstance(error, BusUnreachable | BusRefused) else EXIT_CRASHED
@@ -181,7 +187,8 @@ async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awa
     except* Exception as group:
         context.state = "failed"
         context.note = str(_first(group))[:500]
-        await _last_words(context)
+        if not isinstance(_first(group), NameTaken):  # whose last words would be the other's
+            await _last_words(context)
         raise
     context.state = "stopped"
     await _last_words(context)
@@ -247,7 +254,7 @@ async def _heartbeat(context: Context, over: asyncio.Event, drain: Callable[[], 
 async def _last_words(context: Context) -> None:
     try:
         async with asyncio.timeout(2.0):
-            await context.beat()
+            await context.beat(leaves=True)
     except (TimeoutError, MilesAsyncError, OSError) as error:
         context.log.warning("last vitals not sent: %s", error)
 

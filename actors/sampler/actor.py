@@ -125,7 +125,7 @@ class Sampler:
         if known:
             now, before = str(len(self._prompts)), known.partition(":")[0]
             what = f"not the {before}" if now != before else f"others than the {before}"
-            first = Position.parse(await self._context.bus.state("sampler")).cursor.group + 1
+            first = (await self._context.bus.state_as("sampler", Position.parse)).cursor.group + 1
             text = f"{self._spec.data.path} has {now} prompts, and {what} that the run had; it goes on at its place among them, "
             text += f"and from group {_group_id(first)} on the id of a prompt means its row there"
             await self._context.event("prompts changed", text, level="warning")
@@ -150,8 +150,7 @@ class Sampler:
 
     async def _listed(self) -> list[OpenGroup]:
         """The run's open samples, by group and part."""
-        listed = await self._context.bus.hash_of(self._context.bus.keys.open_groups)
-        return [msgspec.msgpack.decode(raw, type=OpenGroup) for _, raw in sorted(listed.items())]
+        return list((await self._context.bus.open_groups()).values())
 
     async def _rebuild(self, tail: Tail) -> None:
         """Everything in memory from the streams: positions first, so that nothing falls between scan and tail."""
@@ -163,10 +162,9 @@ class Sampler:
         await tail.open()
         newest = await bus.last(VERDICTS)
         tail.positions[VERDICTS.name] = newest[0].id if newest else "0"
-        self._position = Position.parse(await bus.state("sampler"))
+        self._position = await bus.state_as("sampler", Position.parse)
         kept = {entry.fields.get("id", "") for entry in await bus.scan_all(GROUPS)}
-        for key, raw in (await bus.hash_of(bus.keys.open_groups)).items():
-            opened = msgspec.msgpack.decode(raw, type=OpenGroup)
+        for key, opened in (await bus.open_groups()).items():
             self._pictures.know(opened.blobs)
             self._progress.issued(opened, judged=key in kept)
         await self._issue_again()
@@ -179,12 +177,11 @@ class Sampler:
         done = await bus.state("reissue")
         if not done.startswith("pending"):
             return
-        groups = sorted((await bus.hash_of(bus.keys.open_groups)).items())
+        groups = await bus.open_groups()
         gone: list[str] = []
-        for group_id, raw in groups:
+        for group_id, opened in groups.items():
             if group_id <= done.partition(":")[2]:
                 continue
-            opened = msgspec.msgpack.decode(raw, type=OpenGroup)
             then = f"pending:{group_id}"
             row = self._row_of.get(opened.prompt_id)
             if row is None or opened.prompt_crc not in (0, _crc(self._prompts[row])):

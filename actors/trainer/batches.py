@@ -197,7 +197,7 @@ class Batches:
             elsewhere = intake.elsewhere(await self._listed()) if patient else {}
         if rule == "wait":  # no straggler is passed by more than `lookahead` groups
             left = self._intake.still_open(await self._listed())
-            window = first_groups((msgspec.msgpack.decode(raw, type=OpenGroup) for raw in left.values()), size, self._lookahead)
+            window = first_groups((self._context.bus.group_of(*listed) for listed in left.items()), size, self._lookahead)
         return cut(
             ready=ready, step=step, size=size, bound=bound, rule=rule, elsewhere=elsewhere, window=window
         )

@@ -242,7 +242,7 @@ def missing_of(directory: Path) -> str:
 
 async def acknowledged(bus: Bus) -> int:
     """Step of the newest checkpoint that the bus has taken note of, 0 for none. The directory has it before."""
-    return int(await bus.state("saved") or 0)
+    return await bus.state_as("saved", lambda text: int(text or 0))
 
 
 async def is_older(bus: Bus, save: Path, state: BusState) -> bool:
@@ -301,7 +301,7 @@ async def restore_bus(bus: Bus, state: BusState) -> None:
     groups = {group.group_id: msgspec.msgpack.encode(group) for group in whole_again(state.open_groups.values())}
     # Not the evaluator's: samples of an evaluation under way are gone, and the next interval measures again.
     fields = {k: v for k, v in state.state.items() if k in ("sampler", "sampler.data", "version", "folded")}
-    fields["version"] = str(max(int(fields.get("version") or 0), int(await bus.state("version") or 0)))
+    fields["version"] = str(max(int(fields.get("version") or 0), await bus.state_as("version", lambda text: int(text or 0))))
     fields |= {"saved": str(state.step)}
     await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))
 

@@ -157,8 +157,7 @@ class Intake:
 
     async def _listed(self, key: str) -> OpenGroup | None:
         """What the run lists as open under a key."""
-        raw = await self._context.bus.open_group(key)
-        return msgspec.msgpack.decode(raw, type=OpenGroup) if raw else None
+        return await self._context.bus.open_group(key)
 
     async def _on_dead(self, entry: Entry, message: Any, error: str) -> Commit:
         """What the run lists under the entry's key is given up: the sampler hears of it, and the accounts close."""
@@ -264,7 +263,7 @@ class Intake:
         found: list[str] = []
         for key, members in inside.items():
             if key in listed:
-                opened = msgspec.msgpack.decode(listed[key], type=OpenGroup)
+                opened = self._context.bus.group_of(key, listed[key])
                 found += [f"{opened.group_id}/{i}" for i in opened.indexes if i in members]
         return tuple(found)
 
@@ -278,7 +277,7 @@ class Intake:
         found: dict[int, int] = {}
         for key, raw in listed.items():
             if key not in here:
-                group = msgspec.msgpack.decode(raw, type=OpenGroup)
+                group = self._context.bus.group_of(key, raw)
                 found[group.step] = found.get(group.step, 0) + len(group.indexes)
         return found
 

@@ -265,7 +265,7 @@ def _epoch(state: str) -> int:
 
 async def _taken(bus: Bus) -> int:
     """The last epoch that was taken, -1 = none. Read before the history: what that lacks of it are patches that nobody can read."""
-    return _epoch(await bus.state(STATE_FIELD))
+    return await bus.state_as(STATE_FIELD, _epoch)
 
 
 async def _append(bus: Bus, patch: KnobPatch) -> bool:

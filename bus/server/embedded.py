@@ -28,7 +28,7 @@ from redis.retry import Retry
 
 from bus.errors import BusRefused, BusUnreachable
 from bus.private import is_private, private_directory
-from bus.server.binary import ServerBinary, find_server
+from bus.server.binary import PATH_NAMES, ServerBinary, find_server
 
 SOCKET_PATH_MAX_BYTES = 107  # sockaddr_un.sun_path, less its closing zero
 START_DEADLINE_S = 120.0  # in which a server answers, or reads more of its append-only file
@@ -126,7 +126,11 @@ class EmbeddedRedis:
         return self._pid is not None
 
     def stop(self, *, deadline_s: float = STOP_DEADLINE_S) -> None:
-        """Ends the server in order (its file is flushed), or by force when it does not obey. No-op when not running."""
+        """Ends the server in order (its file is flushed), or by force when it does not obey. No-op when not running. One of this
+        directory's that outlived its files, removed under it, ends too."""
+        for pid in self._strays():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if not self._signal(signal.SIGTERM):
             return
         if not self._wait_until_gone(deadline_s):
@@ -318,6 +322,16 @@ class EmbeddedRedis:
             )
         os.kill(self._pid, number)
         return True
+
+    def _strays(self) -> list[int]:
+        """Servers of ours whose directory had this one's name, and is no more (Linux)."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                gone = os.readlink(process / "cwd") == f"{self.home.resolve()} (deleted)"
+                if gone and (process / "comm").read_text().strip() in PATH_NAMES:
+                    found.append(int(process.name))
+        return found
 
     def _wait_until_gone(self, deadline_s: float) -> bool:
         if self._child is not None:

@@ -1,8 +1,8 @@
 -- Hops: each one checks, acknowledges, appends and moves the accounts, all or nothing. Several of one process share a call.
 --
--- KEYS  1 state   2 ledger   3 open   4 bytes   5 marks   6.. every other key that ARGV names
+-- KEYS  1 state   2 ledger   3 open   4 bytes   5 marks   6 names   7.. every other key that ARGV names
 -- ARGV  lane, mark: what this call leaves in the marks of its sender, so that a repetition after a lost reply is known
---       n, then n commits, each one msgpack array of arrays and then, as they are, the bodies and values that it leaves out:
+--       n; name and token of the sender, '' = it has no name (see take.lua); then n commits, each one msgpack array of arrays and then, as they are, the bodies and values that it leaves out:
 --   acks     {stream key, readers, bytes, {entry ids in order}}...
 --   appends  {stream key, bytes, bound, blob key or '', cap, {field, value...}}...; the last value is left out if it is a body
 --   ledger   field, delta...
@@ -13,17 +13,35 @@
 --   guard    nothing, or field, expect, value
 -- Returns for each commit {"ok", entry ids...} | {"done"} (by this very call, whose reply was lost) | {"again"} (the guard
 --         says that an equal one was done before) | {"stale", value} (the guard fails) | {"moved", ids...} (no longer
---         pending) | {"full", stream key} | {"noblob", key}
+--         pending) | {"full", stream key} | {"noblob", key} | {"nameless", word} (the sender's name is another's, whose word it
+--         is, or nobody's: '')
 local KEEP_VERSIONS = 64
 local state, ledger, open, bytes, marks = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local call, decode = redis.call, cmsgpack.unpack
-local i = 3
+local i = 5
 local function take() i = i + 1; return ARGV[i] end
+
+-- A zombie does nothing, whatever its commits are.
+if ARGV[4] ~= '' then
+  local word = call('HGET', KEYS[6], ARGV[4])
+  if not word or string.match(word, '^%d+:(%x*):') ~= ARGV[5] then
+    local refused = {}
+    for n = 1, tonumber(ARGV[3]) do refused[n] = {'nameless', word or ''} end
+    return refused
+  end
+end
 
 -- Bytes in flight of a stream: read once, kept here, written when the call ends.
 local used, moves = {}, {}
+local function garbage(key, field) error('GARBAGE|' .. key .. '|' .. field .. '|') end
+local function add(key, field, delta)
+  local now = redis.pcall('HINCRBY', key, field, string.format('%.0f', delta))
+  if type(now) ~= 'table' then return end
+  if string.find(now.err, 'not an integer') then garbage(key, field) end
+  call('HINCRBY', key, field, 0) -- which says the same again, as an error of this call
+end
 local function in_flight(key)
-  if not used[key] then used[key] = tonumber(call('HGET', bytes, key) or '0') end
+  if not used[key] then used[key] = tonumber(call('HGET', bytes, key) or '0') or garbage(bytes, key) end
   return used[key]
 end
 local function move_bytes(key, delta)
@@ -137,7 +155,7 @@ local function fold(head, version)
   local account = head .. string.format('%.0f', version)
   local n = call('HGET', ledger, account)
   if n then
-    call('HINCRBY', ledger, head .. 'older', n)
+    add(ledger, head .. 'older', tonumber(n) or garbage(ledger, account))
     call('HDEL', ledger, account)
   end
 end
@@ -145,7 +163,7 @@ local folded = nil
 for _, field in ipairs(fields_of) do
   local head, id = string.match(field, '^(tokens/%l+/version/)(%d+)$')
   if head then
-    folded = folded or tonumber(call('HGET', state, 'folded') or '0')
+    folded = folded or tonumber(call('HGET', state, 'folded') or '0') or garbage(state, 'folded')
     id = tonumber(id)
     local limit = id - KEEP_VERSIONS
     if limit > folded then
@@ -164,13 +182,13 @@ for _, field in ipairs(fields_of) do
     end
   end
   local account = head and id <= folded and head .. 'older' or field
-  call('HINCRBY', ledger, account, string.format('%.0f', sums_of[field]))
+  add(ledger, account, sums_of[field])
 end
 for key, ids in pairs(gone) do
   for from = 1, #ids, 1000 do call('XDEL', key, unpack(ids, from, math.min(from + 999, #ids))) end
 end
 for key, delta in pairs(moves) do
-  if delta ~= 0 then call('HINCRBY', bytes, key, string.format('%.0f', delta)) end
+  if delta ~= 0 then add(bytes, key, delta) end
 end
 if effective and last <= 0 then
   call('HSET', marks, ARGV[1], ARGV[2] .. ':' .. table.concat(flags))

@@ -1,4 +1,4 @@
-"""The arguments of commit.lua (pure)."""
+"""The arguments of commit.lua, and entries of replies (pure)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from bus.blobs.api import claimed_bytes
 from bus.streams.entry import Commit, Entry, Out
 from bus.streams.keys import Keys
+from bus.topology import Stream
 
 ACKS = 1000  # ids in one call; Lua takes no more than 8,000 values at once
 _pack = msgspec.msgpack.Encoder().encode
@@ -99,3 +100,34 @@ def hop_args(
     held = () if guard is None else (guard.field, guard.expect, guard.value)
     args[0] = _pack((acks, appends, ledger, list(commit.open_groups), commit.close_groups, prefixes, state, held))
     return named, args
+
+
+_NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note", "asides")}
+
+
+def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> Entry:
+    """A reply's [id, [field, value, ...]] to an Entry."""
+    entry_id, pairs = raw
+    fields: dict[str, str] = {}
+    body, blob = b"", ""
+    each = iter(pairs)
+    for name, value in zip(each, each, strict=True):
+        if name == b"body":
+            body = value
+        elif name == b"blob":
+            blob = text_of(value)
+        else:
+            fields[_NAMES.get(name) or text_of(name)] = value.decode("utf-8", "replace")
+    size = claimed_bytes(blob) if blob else len(body)
+    if "asides" in fields:
+        size += claimed_bytes(*fields["asides"].split())
+    return Entry(
+        id=text_of(entry_id),
+        stream=stream,
+        readers=readers,
+        fields=fields,
+        body=body,
+        size=size,
+        blob=blob,
+        deliveries=deliveries,
+    )

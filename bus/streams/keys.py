@@ -74,7 +74,7 @@ class Keys(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> str:
-        """Hash worker -> the process that has this name, by a word of its own making."""
+        """Hash actor -> `generation:token:who` of the process that has this name (hold.py)."""
         return self._key("names")
 
     @property
@@ -86,6 +86,14 @@ class Keys(msgspec.Struct, frozen=True):
     def identity(self) -> str:
         """What run this is: JSON of the settings that must not differ when it is joined again."""
         return self._key("identity")
+
+
+def kind_of(key: str) -> str:
+    """What a key of a run must be, in the server's words."""
+    name = key.partition("}:")[2].partition(":")[0]
+    kinds = {"identity": "string", "blob": "string", "prefix": "list"}
+    hashes = ("state", "ledger", "open", "bytes", "marks", "names", "vitals", "heard")
+    return kinds.get(name) or ("hash" if name in hashes else "stream")
 
 
 class StreamKeys(dict[str, str]):

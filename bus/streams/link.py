@@ -29,8 +29,9 @@ from redis.exceptions import (
 )
 
 from bus.client import PASSWORD, PASSWORD_FILE, without_secrets
-from bus.clock import Clock
-from bus.errors import BusFull, BusRefused, BusUnreachable, BusWentBack, InvariantBroken
+from bus.clock import STALL_S, Awake, Clock
+from bus.errors import BusFull, BusRefused, BusUnreachable, BusWentBack, Garbage, InvariantBroken
+from bus.streams.keys import kind_of
 from bus.streams.wire import Command, Wire
 
 log = logging.getLogger("bus")
@@ -40,7 +41,7 @@ Waiting = asyncio.Future[Any]
 _REFUSALS = ("OOM", "READONLY", "MISCONF", "UNBLOCKED", "NOREPLICAS", "MASTERDOWN")
 _ELSEWHERE = ("READONLY", "UNBLOCKED", "MASTERDOWN")  # of a replica: the primary may be at the same address by now
 _IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): .*?: -(?=[A-Z]+ )")
-STALL_S = 1.0  # by which a wait of ours may outlast what it was to take; more, and this process did not run
+_GARBAGE = re.compile(r"GARBAGE\|([^|]*)\|([^|]*)\|")  # said by commit.lua
 SAY_S = 5.0  # of a server that does not answer, after which it is said that it is waited for
 CLOSE_S = 3.0  # for what is queued to a server that does not answer, when nobody waits for it any more
 BATCH = 128  # commands in one pipelined write
@@ -113,6 +114,8 @@ def translate(error: RedisError, shown: str) -> Exception:
             f"Redis at {shown} holds something else under a key of this run ({text[:80]}). Another program writes there: remove "
             "the key that is not the run's, or start the run under another --name."
         )
+    if found := _GARBAGE.search(text):
+        return Garbage.of_hash(found[1], found[2], "no number")
     return InvariantBroken(f"Redis at {shown} answered {text!r} to a command of ours")
 
 
@@ -127,6 +130,7 @@ class Link:
         self.deadline_s = deadline_s
         self.server_restarts = 0  # also successors: replicas that were promoted
         self.life = ("", "", "")  # key, field, and what must stand there; see BusConfig
+        self.name = ("", "")  # whose jobs these are, and its token (hold.py)
         self.local_address, self.peer_address = "", ""  # see Wire; of the last time that we had to dial
         self._scripts = {script.sha: script for script in scripts}
         self._server = ("", "")
@@ -184,9 +188,9 @@ class Link:
                     replies = await self.retry(lambda commands=commands: self._exchange(commands))  # type: ignore[misc]
                 except Exception as error:  # noqa: BLE001 - every waiter gets it; none is left hanging
                     replies = [error] * len(commands)
-                for futures, reply in zip(waiting, replies, strict=True):
+                for at, (futures, reply) in enumerate(zip(waiting, replies, strict=True)):
                     if isinstance(reply, RedisError):
-                        reply = translate(reply, self.shown)
+                        reply = await self.explained(reply, commands[at])
                     joined = isinstance(futures, list) and not isinstance(reply, Exception)
                     futures = futures if isinstance(futures, list) else [futures]
                     parts = reply if joined else [reply] * len(futures)
@@ -230,7 +234,7 @@ class Link:
             named = group[0].keys if len(group) == 1 else dict.fromkeys(key for job in group for key in job.keys)
             fixed = group[0].fixed
             self._calls += 1
-            command = ["EVALSHA", sha, len(fixed) + len(named), *fixed, *named, lane_name, self._calls, len(group)]
+            command = ["EVALSHA", sha, len(fixed) + len(named), *fixed, *named, lane_name, self._calls, len(group), *self.name]
             for job in group:
                 command += job.args
             commands.append(tuple(command))
@@ -288,11 +292,11 @@ class Link:
         allowed_s = self.deadline_s if deadline_s is None else deadline_s
         first = self.clock.monotonic()
         until = first + allowed_s
-        pause_s, refused_s = 0.02, 0.0
+        pause_s, refused_s, awake = 0.02, 0.0, Awake()
         while True:
             began = self.clock.monotonic()
             try:
-                async with asyncio.timeout(allowed_s):  # a server that takes the command and never answers
+                async with asyncio.timeout(allowed_s), awake:  # a server that takes the command and never answers
                     if self._doubted:
                         await self._note_restart()
                     found = await attempt()
@@ -305,7 +309,7 @@ class Link:
             except (ConnectionError, TimeoutError, BusyLoadingError, OSError) as error:
                 self._doubted = True
                 now = self.clock.monotonic()
-                if now - began > allowed_s + STALL_S:
+                if awake.stood or now - began > allowed_s + STALL_S:
                     until = now + allowed_s
                 if now >= until:
                     why = str(error) or "it hangs"
@@ -336,15 +340,29 @@ class Link:
         facts = [("INFO", "server"), ("INFO", "replication"), ("HGET", key, field)]
         replies = await self._aside(facts if life else facts[:2])
         if life and replies[2] != life.encode():
-            raise BusWentBack(
-                f"Redis at {self.shown} came back {'as it was before' if replies[2] else 'without'} this run, which is to be "
-                "restored from its last checkpoint."
-            )
+            raise self.went_back("as it was before" if replies[2] else "without")
         named = dict(line.split(":", 1) for part in replies[:2] for line in part.decode().splitlines() if ":" in line)
         server = named.get("run_id", ""), named.get("master_replid", "")
         if self._server != ("", "") and server != self._server:
             self.server_restarts += 1
         self._server, self._doubted = server, False
+
+    async def explained(self, error: RedisError, command: Command) -> Exception:
+        """A refusal as an error of ours, which names the key that holds something of another kind."""
+        if "WRONGTYPE" in str(error):
+            keys = dict.fromkeys(word for word in command if isinstance(word, str) and word.startswith("ma:{"))
+            try:
+                kinds = await self._aside([("TYPE", key) for key in keys])
+            except (RedisError, OSError):
+                kinds = []
+            for key, kind in zip(keys, kinds, strict=False):
+                if kind.decode() not in ("none", kind_of(key)):
+                    return Garbage.of_key(key, f"it is a {kind.decode()}, not a {kind_of(key)}")
+        return translate(error, self.shown)
+
+    def went_back(self, how: str = "as it was before") -> BusWentBack:
+        """The server holds another life of this run, or none."""
+        return BusWentBack(f"Redis at {self.shown} came back {how} this run, which is to be restored from its last checkpoint.")
 
     async def _aside(self, commands: Sequence[Command]) -> list[Any]:
         """On a connection of their own: the others may be waiting for a server that takes no writes. Raises a refusal."""

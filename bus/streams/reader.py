@@ -13,9 +13,9 @@ from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 from bus.errors import InvariantBroken
 from bus.streams.entry import Entry
-from bus.streams.hop import id_key, text_of
-from bus.streams.link import refuses_writes, translate
-from bus.streams.redis import Bus, make_entry
+from bus.streams.hop import id_key, make_entry, text_of
+from bus.streams.link import refuses_writes
+from bus.streams.redis import Bus
 from bus.streams.wire import Wire
 from bus.topology import Stream
 
@@ -45,6 +45,7 @@ return false
 """
 GIVEN = 256  # ids; far more than are lost at once
 SHARED = 16  # of them at the start of who reads only what comes
+QUIET_S = 10.0  # without an entry, before this looks whether some were delivered under its name to a zombie
 READ_BYTES = 4 << 20  # a reply above 9 to 16 MB halves throughput
 
 
@@ -64,7 +65,7 @@ class Reader:
         self._restarts_seen = bus.link.server_restarts
         self._mean_bytes = 1024.0
         self.held: dict[tuple[str, str], Entry] = {}
-        self._reread = True
+        self._reread, self._looked_at = True, bus.clock.monotonic()
         self.recovered = False  # entries that were pending at the start have all been given out, and more was asked for
         self._offered: list[Entry] = []
 
@@ -93,6 +94,10 @@ class Reader:
             entries = await self._own_pending(count)
             self._reread = len(entries) >= count
             if entries:
+                return entries
+        elif self._bus.names.hold is not None and self._bus.clock.monotonic() - self._looked_at > QUIET_S:
+            self._looked_at = self._bus.clock.monotonic()
+            if entries := await self._own_pending(count):
                 return entries
         self.recovered = True
         count = max(1, min(count, int(READ_BYTES / self._mean_bytes)))
@@ -220,6 +225,8 @@ class Reader:
             # A server that lost its last second delivers anew what is held here: it is pending again, and that is all.
             fresh = [row for row in rows if (name, text_of(row[0])) not in self.held]
             found += await self._hold(next(stream for stream in self.streams if stream.name == name), fresh)
+        if found:
+            self._looked_at = self._bus.clock.monotonic()
         for entry in found:
             self._mean_bytes += 0.1 * (entry.size + 256 - self._mean_bytes) if not entry.blob else 0.0
         return found
@@ -235,18 +242,29 @@ class Reader:
 
     async def _call(self, command: list[Any], block_s: float) -> Any:
         try:
-            return await self._wire.call(*command, block_s=block_s)
+            return await self._asked(command, block_s)
         except ResponseError as error:
             if refuses_writes(error):
                 await self._wire.close()  # a replica by now; the primary may be elsewhere
                 raise
             if not str(error).startswith("NOGROUP"):
-                raise translate(error, self._bus.link.shown) from error
+                raise await self._bus.link.explained(error, tuple(command)) from error
             await self.open()  # a server that lost its last second may have lost the group too
-            return await self._wire.call(*command)
+            return await self._asked(command)
         except (ConnectionError, TimeoutError, OSError):
             self._reread = True  # entries may have been given to us in a reply that never came
             raise
+
+
+    async def _asked(self, command: Sequence[Any], block_s: float = 0.0) -> Any:
+        """The reply; in the same round trip who has our name by then. What is delivered to a zombie nobody works on: it stays
+        pending under that name, and whoever has it looks there (QUIET_S)."""
+        if self._bus.names.hold is None:
+            return await self._wire.call(*command, block_s=block_s)
+        words = ("HGET", self._bus.keys.names, self._bus.names.hold.name)
+        reply, word = await self._wire.calls(tuple(command), words, block_s=block_s)
+        await self._bus.names.check(word)
+        return reply
 
 
 class Tail:

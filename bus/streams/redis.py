@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 
-from bus.blobs.api import BlobStore, claimed_bytes
+from bus.blobs.api import BlobStore
 from bus.blobs.files import FileBlobs
 from bus.blobs.redis import RedisBlobs
 from bus.clock import Clock, SystemClock
-from bus.errors import UNREADABLE, DeadlineExceeded, InvariantBroken
+from bus.errors import UNREADABLE, DeadlineExceeded, Garbage, InvariantBroken
 from bus.messages.base import Message
 from bus.messages.codec import Decoder, encode
 from bus.messages.control import DeadLetter, Vitals
+from bus.messages.groups import OpenGroup
 from bus.streams.entry import Commit, CommitResult, Entry, Out, RunSnapshot
-from bus.streams.hop import Placed, hop_args, table_of, text_of
+from bus.streams.hold import BEAT, TAKE, Names
+from bus.streams.hop import Placed, hop_args, make_entry, table_of, text_of
 from bus.streams.keys import Keys, StreamKeys
 from bus.streams.link import BATCH, Job, Link, Script
 from bus.topology import STREAMS, Stream
 
 COMMIT, PREFIX = Script("commit.lua"), Script("prefix.lua")
-SNAPSHOT, BEAT = Script("snapshot.lua"), Script("beat.lua")
+SNAPSHOT = Script("snapshot.lua")
+T = TypeVar("T")
 LIFE = "life"  # state field; given anew whenever the bus held nothing of the run
 _BARE = Commit(bounded=True)  # an append without condition
 
@@ -58,7 +61,7 @@ class Bus:
         self.config = config
         self.clock: Clock = clock or SystemClock()
         self.keys = Keys(config.run)
-        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, PREFIX, SNAPSHOT, BEAT))
+        self.link = Link(config.url, self.clock, deadline_s=config.deadline_s, scripts=(COMMIT, PREFIX, SNAPSHOT, BEAT, TAKE))
         self.expect(config.life)
         self.blobs: BlobStore = (
             FileBlobs(Path(config.blob_dir), self.clock, deadline_s=0.9 * config.deadline_s)
@@ -69,7 +72,8 @@ class Bus:
         self._sender = uuid.uuid4().hex[:16]  # names this process's marks; decides nothing
         self._sent = 0
         self._fixed_keys = [self.keys.state, self.keys.ledger, self.keys.open_groups, self.keys.in_flight_bytes]
-        self._fixed_keys.append(self.keys.marks(self._sender))
+        self._fixed_keys += [self.keys.marks(self._sender), self.keys.names]
+        self.names = Names(self.link, self.keys)
         self._decoders: dict[str, Decoder[Any]] = {s.name: Decoder(s.union, s.name) for s in STREAMS}
         self.waiting_for_room: str = ""
 
@@ -158,6 +162,8 @@ class Bus:
                         raise DeadlineExceeded(self._full_text(self.waiting_for_room))
                     await self.clock.sleep(pause_s)
                     pause_s = min(0.2, pause_s * 2)
+                case b"nameless":
+                    await self.names.again(rest[0])
                 case b"stale":
                     raise InvariantBroken(
                         f"state moved under us in run {self.config.run}: found {text_of(rest[0])!r}. Another process holds "
@@ -200,8 +206,8 @@ class Bus:
 
     async def save_prefix(self, entry: Entry, consumer: str, sample_id: str, chunk: bytes) -> bool:
         """Append to the saved prefix of a running sample and renew its lease; False = the lease is lost."""
-        keys = [self.keys.stream(entry.stream.name), self.keys.prefix(sample_id), self.keys.marks(self._sender)]
-        args = [entry.readers, consumer, entry.id, chunk, *self._mark()]
+        keys = [self.keys.stream(entry.stream.name), self.keys.prefix(sample_id), self.keys.marks(self._sender), self.keys.names]
+        args = [entry.readers, consumer, entry.id, chunk, *self._mark(), *self.link.name]
         return bool(await self.link.run_script(PREFIX, keys, args))
 
     async def load_prefix(self, sample_id: str) -> list[bytes]:
@@ -209,7 +215,8 @@ class Bus:
         return list(await self.link.run("LRANGE", self.keys.prefix(sample_id), 0, -1))
 
     async def forget_run(self) -> int:
-        """Delete every key of this run, and of no other; returns how many there were."""
+        """Delete every key of this run, and of no other; returns how many there were. This process's name goes too."""
+        self.names.drop()
         removed, cursor = 0, b"0"
         while True:
             cursor, keys = await self.link.run("SCAN", cursor, "MATCH", self.keys.stream("*"), "COUNT", 1000)
@@ -272,7 +279,12 @@ class Bus:
 
     async def next_number(self, field: str, at_least: int = 1) -> int:
         """A number never given before in this run."""
-        number = int(await self.link.run("HINCRBY", self.keys.state, field, 1))
+        try:
+            number = int(await self.link.run("HINCRBY", self.keys.state, field, 1))
+        except InvariantBroken as error:
+            if "not an integer" not in str(error):
+                raise
+            raise Garbage.of_hash(self.keys.state, field, "no number") from error
         if number < at_least:
             number = int(await self.link.run("HINCRBY", self.keys.state, field, at_least - number))
         return number
@@ -287,9 +299,42 @@ class Bus:
         lines = text_of(await self.link.run("INFO")).splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
 
-    async def open_group(self, key: str) -> bytes | None:
+    async def state_as(self, field: str, read: Callable[[str], T]) -> T:
+        """The same as what `read` makes of it; Garbage where that cannot."""
+        text = await self.state(field)
+        try:
+            return read(text)
+        except ValueError as error:
+            raise Garbage.of_hash(self.keys.state, field, error) from error
+
+    async def open_group(self, key: str) -> OpenGroup | None:
         """What stands in the list of open groups under this group (or part of one); None when it is closed."""
-        found: bytes | None = await self.link.run("HGET", self.keys.open_groups, key)
+        raw = await self.link.run("HGET", self.keys.open_groups, key)
+        return self.group_of(key, raw) if raw else None
+
+    async def open_groups(self) -> dict[str, OpenGroup]:
+        """The whole list, in the order of its keys."""
+        return {key: self.group_of(key, raw) for key, raw in sorted((await self.hash_of(self.keys.open_groups)).items())}
+
+    def group_of(self, key: str, raw: bytes) -> OpenGroup:
+        """What stands there, read; Garbage for what is no group."""
+        try:
+            return msgspec.msgpack.decode(raw, type=OpenGroup)
+        except UNREADABLE as error:
+            raise Garbage.of_hash(self.keys.open_groups, key, error) from error
+
+    async def numbers(self, key: str) -> dict[str, int]:
+        """A whole hash of numbers."""
+        return self.counts_of(key, await self.hash_of(key))
+
+    def counts_of(self, key: str, table: Mapping[str, bytes]) -> dict[str, int]:
+        """The same of what was read there; Garbage for what is no number."""
+        found: dict[str, int] = {}
+        for name, raw in table.items():
+            try:
+                found[name] = int(raw)
+            except ValueError as error:
+                raise Garbage.of_hash(key, name, error) from error
         return found
 
     async def hash_of(self, key: str) -> dict[str, bytes]:
@@ -300,9 +345,11 @@ class Bus:
         """State, accounts and open groups at one instant: what a checkpoint keeps of the bus."""
         keys = [self.keys.state, self.keys.ledger, self.keys.open_groups]
         state, ledger, groups = map(table_of, await self.link.run_script(SNAPSHOT, keys, []))
+        for key, raw in groups.items():  # a checkpoint with garbage in it could not be gone on from
+            self.group_of(key, raw)
         return RunSnapshot(
             state={name: text_of(value) for name, value in state.items()},
-            ledger={account: int(n) for account, n in ledger.items()},
+            ledger=self.counts_of(self.keys.ledger, ledger),
             open_groups=groups,
         )
 
@@ -314,14 +361,14 @@ class Bus:
                 found[name] = msgspec.msgpack.decode(raw, type=Vitals)
         return found
 
-    async def set_vitals(self, actor: str, message: Message) -> None:
-        """Replace an actor's last vitals."""
-        await self.link.run_script(BEAT, [self.keys.vitals, self.keys.heard], [actor, encode(message)])
+    async def set_vitals(self, actor: str, message: Message, *, leaves: bool = False) -> bool:
+        """Replace an actor's last vitals, and renew its name where it is this process's; see Names.beat."""
+        return await self.names.beat(actor, encode(message), leaves=leaves)
 
     async def silences(self) -> dict[str, float]:
         """Seconds since each actor's last vitals, by the server's clock alone."""
-        heard, now = await self.hash_of(self.keys.heard), await self.server_time()
-        return {name: max(0.0, now - int(at) / 1000) for name, at in heard.items()}
+        heard, now = await self.numbers(self.keys.heard), await self.server_time()
+        return {name: max(0.0, now - at / 1000) for name, at in heard.items()}
 
 
 def _kept(message: Message) -> list[str]:
@@ -329,34 +376,3 @@ def _kept(message: Message) -> list[str]:
     if isinstance(message, DeadLetter):
         return message.kept
     return message.header().asides.split()
-
-
-_NAMES = {name.encode(): name for name in ("type", "id", "group", "version", "tokens", "knob", "note", "asides")}
-
-
-def make_entry(stream: Stream, readers: str, raw: Any, deliveries: int = 1) -> Entry:
-    """A reply's [id, [field, value, ...]] to an Entry."""
-    entry_id, pairs = raw
-    fields: dict[str, str] = {}
-    body, blob = b"", ""
-    each = iter(pairs)
-    for name, value in zip(each, each, strict=True):
-        if name == b"body":
-            body = value
-        elif name == b"blob":
-            blob = text_of(value)
-        else:
-            fields[_NAMES.get(name) or text_of(name)] = value.decode("utf-8", "replace")
-    size = claimed_bytes(blob) if blob else len(body)
-    if "asides" in fields:
-        size += claimed_bytes(*fields["asides"].split())
-    return Entry(
-        id=text_of(entry_id),
-        stream=stream,
-        readers=readers,
-        fields=fields,
-        body=body,
-        size=size,
-        blob=blob,
-        deliveries=deliveries,
-    )

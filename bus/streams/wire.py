@@ -149,11 +149,15 @@ class Wire:
     async def call(self, *command: Any, block_s: float = 0.0) -> Any:
         """One command's reply; a refusal is raised. `block_s`: that the command itself waits at most. TimeoutError where the reply
         is long overdue: a server whose clock was set back waits as much longer, and goes on when it is asked anew."""
+        return (await self.calls(command, block_s=block_s))[0]
+
+    async def calls(self, *commands: Command, block_s: float = 0.0) -> list[Any]:
+        """The same of several in one round trip."""
         async with asyncio.timeout(block_s + OVERDUE_S if block_s > 0 else None):
-            reply = (await self.exchange((command,)))[0]
-        if isinstance(reply, RedisError):
-            raise reply
-        return reply
+            replies = await self.exchange(commands)
+        if refused := next((reply for reply in replies if isinstance(reply, RedisError)), None):
+            raise refused
+        return replies
 
     @property
     def local_address(self) -> str:

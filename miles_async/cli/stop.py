@@ -115,11 +115,10 @@ async def _living(ref: RunRef) -> tuple[bool, list[str]]:
 
 
 def living_actors(ref: RunRef) -> dict[str, int]:
-    """Pids by name of the actors whose processes the run's folder on this host still names."""
-    from miles_async.launcher.local import living
+    """Pids by name of the actors of the run that are processes of this host."""
+    from miles_async.launcher.local import running
 
-    files = ref.run_dir.glob("actors/*.pid") if ref.run_dir is not None else ()
-    return {file.stem: pid for file in files if (pid := living(file))}
+    return {name: found[0][0] for name, found in running(ref.run_dir).items()} if ref.run_dir is not None else {}
 
 
 def _clear(ref: RunRef) -> None:

@@ -104,7 +104,7 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
     from bus.identity import are_alike, read_identity
     from bus.private import is_private
     from bus.topology import ROLES
-    from miles_async.cli.staying import Stay, take_name
+    from miles_async.cli.staying import Stay, take_worker_name
     from miles_async.console.attach import run_named
 
     ref = chosen_run(args)
@@ -156,7 +156,7 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
     if not room.get("engine_url") and not Path(str(room["model_path"])).exists():
         raise BusRefused(f"model directory {room['model_path']} is not on this host. Give --model-path.")
     async with Bus(BusConfig(url=ref.bus_url, run=run_name, deadline_s=5.0)) as bus:
-        await take_name(bus, name, known.heartbeat_s)
+        await take_worker_name(bus, name, known.heartbeat_s)
     spec = ActorSpec(
         name=name,
         role="generation",
@@ -170,7 +170,7 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
         run_dir=known.run_dir if is_private(Path(known.run_dir)) else tempfile.mkdtemp(prefix="miles_async-"),
         room=room,
     )
-    return spec, Stay(name, known)
+    return spec, Stay(known)
 
 
 async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
@@ -181,7 +181,7 @@ async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
     from actors.generation.actor import GenerationSpec
     from actors.generation.actor import run as room
     from actors.runtime.deadline import beside
-    from actors.runtime.run import EXIT_DONE, log_to_stderr, run_process
+    from actors.runtime.run import EXIT_DONE, EXIT_NAME_TAKEN, log_to_stderr, run_process
     from bus.errors import BusRefused
 
     try:
@@ -205,8 +205,11 @@ async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
             await room(context, told, spare)
 
     code = await run_process(spec, told, body)
-    if code == EXIT_DONE and stay.taken:
-        raise BusRefused(f"worker {spec.name} has ended: {stay.why()}. Give each worker a --name of its own, or none.")
+    if code == EXIT_NAME_TAKEN:
+        raise BusRefused(
+            f"worker {spec.name} has ended: another process took its name while this one was not heard. Give each worker a --name "
+            "of its own, or none."
+        )
     if code == EXIT_DONE and stay.changed:
         print(f"worker {spec.name} joins anew: {stay.why()}", flush=True)
         return ANEW

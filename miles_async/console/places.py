@@ -124,15 +124,14 @@ async def read_places(bus: Bus, *, evals: bool = False) -> Places:
     """Heads and holders of all data streams."""
     streams = (*HOME, *EVAL_HOME) if evals else HOME
     opened, found = await asyncio.gather(
-        bus.hash_of(bus.keys.open_groups), asyncio.gather(*(_stream_with_holders(bus, stream) for stream in streams))
+        bus.open_groups(), asyncio.gather(*(_stream_with_holders(bus, stream) for stream in streams))
     )
     heads: dict[str, list[Head]] = {}
     pending: dict[tuple[str, str], Pending] = {}
     for stream, (rows, held) in zip(streams, found, strict=True):
         heads[stream.name] = rows
         pending |= {(p.stream, p.id): p for p in held}
-    groups = {name: msgspec.msgpack.decode(raw, type=OpenGroup) for name, raw in opened.items()}
-    return Places(heads, pending, groups)
+    return Places(heads, pending, opened)
 
 
 async def _stream_with_holders(bus: Bus, stream: Stream) -> tuple[list[Head], list[Pending]]:

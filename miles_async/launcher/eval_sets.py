@@ -68,7 +68,7 @@ def eval_sets(settings: RunSettings) -> list[SetSpec]:
 
 async def is_evaluating(bus: Bus) -> bool:
     """Whether samples of an evaluation are still under way."""
-    return await is_under_way(bus, Issued.parse(await bus.state("eval")))
+    return await is_under_way(bus, await bus.state_as("eval", Issued.parse))
 
 
 def _one(given: dict[str, Any], file: str) -> SetSpec:

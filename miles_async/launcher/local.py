@@ -1,12 +1,15 @@
 """The placer of this host: actors are its processes, started and stopped by pid.
 
 Each actor is a process of its own session, so that Ctrl-C reaches the launcher alone, and survives the launcher: a
-launcher that was killed and started again adopts those that still run, recognised by their spec file's path.
+launcher that was killed and started again adopts those that still run.
+Always true: what runs here is known by the process table alone, where an actor's command line says its spec file and the digest of
+what it was started with (`python -m actors.<room> --digest=DIGEST SPEC`); no file that may be gone or old tells it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -24,6 +27,7 @@ from bus.private import write_secret
 from bus.topology import ROLES
 from miles_async.launcher.supervisor import End, Process, environment_of
 
+DIGEST = "--digest="
 LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
 
 
@@ -49,22 +53,15 @@ class LocalPlacer:
         self._servers = servers
         self.notes: list[tuple[str, str]] = []
         self._added: set[str] = set()
-        self._outdated: set[str] = set()  # a process of an earlier launcher may run with other settings
         (run_dir / "actors").mkdir(parents=True, exist_ok=True)
         (run_dir / "logs").mkdir(exist_ok=True)
 
     def add(self, spec: ActorSpec) -> None:
         self._added.add(spec.name)
-        file, content = self._spec_file(spec.name), _content(spec)
-        if file.exists() and file.read_bytes() != content:
-            self._outdated.add(spec.name)
-        write_secret(file, content.decode())
+        write_secret(self._spec_file(spec.name), _content(spec).decode())
 
     def _spec_file(self, name: str) -> Path:
         return self._run_dir / "actors" / f"{name}.json"
-
-    def _pid_file(self, name: str) -> Path:
-        return self._run_dir / "actors" / f"{name}.pid"
 
     def log_file(self, name: str) -> Path:
         """Where an actor's stderr goes."""
@@ -75,31 +72,29 @@ class LocalPlacer:
 
     async def start(self, spec: ActorSpec) -> Process:
         name, process = spec.name, Child(outlives=True)
-        if pid := living(self._pid_file(name)):
-            process.adopt(pid)
-            if name not in self._outdated:
+        mark = mark_of(spec)
+        for pid, other in await asyncio.to_thread(lambda: running(self._run_dir).get(name, [])):
+            if other == mark and not process.alive:
+                process.adopt(pid)
                 self.notes.append(("adopted", f"{name} (pid {pid}) still runs"))
-                return process
-            self.notes.append(("replaced", f"{name} (pid {pid}) ran with other settings or of another release"))
-            await process.stop(spec.drain_timeout_s + 5.0)
-        self._outdated.discard(name)
+                continue
+            why = "was one too many" if other == mark else "ran with other settings or of another release"
+            self.notes.append(("replaced", f"{name} (pid {pid}) {why}"))
+            await _ended(pid, spec.drain_timeout_s + 5.0)
+        if process.alive:
+            return process
         for file in (self._spec_file(name), self.log_file(name)):  # somebody tidied up
             file.parent.mkdir(exist_ok=True)
         if not self._spec_file(name).exists():
             write_secret(self._spec_file(name), _content(spec).decode())
         environment = environment_of(spec.role, self._threads)
-        words = (f"actors.{spec.role}", str(self._spec_file(name).resolve()))
+        words = (f"actors.{spec.role}", mark, str(self._spec_file(name).resolve()))
         server = self._servers.get(spec.role)
         forked = await server.start(words, self.log_file(name), environment) if server is not None else None
         if forked is not None:
             process.adopt(*forked)
         else:
             await process.start((*PYTHON, *words), self.log_file(name), {**os.environ, **environment}, append=True)
-        try:
-            self._pid_file(name).write_text(f"{process.pid}\n")
-        except OSError:  # a full disk: nobody else would find this process, and start a second one
-            await process.stop(0.0)
-            raise
         return process
 
     async def end_of(self, spec: ActorSpec, process: Process) -> End:
@@ -107,17 +102,13 @@ class LocalPlacer:
         pid = child.pid
         code = await child.wait()
         code = noted_exit(self._spec_file(name), pid) if code is None else code
-        self._pid_file(name).unlink(missing_ok=True)
         return End(code, log_tail(self.log_file(name)), str(self.log_file(name)))
 
     async def open(self) -> None:
-        for file in (self._run_dir / "actors").glob("*.pid"):
-            if file.stem not in self._added and (pid := living(file)):
-                self.notes.append(("retired", f"{file.stem} (pid {pid}) is not in the settings any more"))
-                other = Child(outlives=True)
-                other.adopt(pid)
-                await other.stop(30.0)
-                file.unlink(missing_ok=True)
+        for name, found in (await asyncio.to_thread(running, self._run_dir)).items():
+            for pid, _ in found if name not in self._added else ():
+                self.notes.append(("retired", f"{name} (pid {pid}) is not in the settings any more"))
+                await _ended(pid, 30.0)
 
     async def follow(self, stop: asyncio.Event) -> None:
         """This host stays."""
@@ -131,6 +122,11 @@ def _content(spec: ActorSpec) -> bytes:
     return msgspec.json.format(msgspec.json.encode(spec), indent=2)
 
 
+def mark_of(spec: ActorSpec) -> str:
+    """What its process bears on its command line: with other settings, or of another release, it is another."""
+    return DIGEST + hashlib.blake2b(_content(spec), digest_size=8).hexdigest()
+
+
 def noted_exit(spec_file: Path, pid: int) -> int | None:
     """Exit status that an actor's process wrote down itself, None if it could not (killed)."""
     try:
@@ -140,11 +136,23 @@ def noted_exit(spec_file: Path, pid: int) -> int | None:
     return int(code) if int(whose) == pid else None
 
 
-def living(pid_file: Path) -> int:
-    """Pid in an actor's file, if that process still runs this actor and no other took its number; else 0."""
-    try:
-        pid = int(pid_file.read_text())
-        command = psutil.Process(pid).cmdline()
-    except (OSError, ValueError, psutil.Error):
-        return 0
-    return pid if str(pid_file.with_suffix(".json").resolve()) in command else 0
+async def _ended(pid: int, patience_s: float) -> None:
+    other = Child(outlives=True)
+    other.adopt(pid)
+    await other.stop(patience_s)
+
+
+def running(run_dir: Path) -> dict[str, list[tuple[int, str]]]:
+    """Actors of a run that are processes of this host, by name: pid, and the mark of what each was started with, empty where it
+    bears none (`miles-async worker` and its like are nobody's to keep)."""
+    folder, found = f"{run_dir.resolve() / 'actors'}/", dict[str, list[tuple[int, str]]]()
+    for process in psutil.process_iter(["cmdline", "status", "uids"]):
+        words = [word for word in process.info["cmdline"] or () if word]
+        ours = process.info["uids"] is not None and process.info["uids"].effective == os.geteuid()  # anybody may say these words
+        if not ours or process.info["status"] == psutil.STATUS_ZOMBIE or "-m" not in words[:4]:
+            continue
+        module, *rest = words[words.index("-m") + 1 :] or [""]
+        if module.startswith("actors.") and rest and rest[-1].startswith(folder) and rest[-1].endswith(".json"):
+            mark = rest[0] if rest[0].startswith(DIGEST) else ""
+            found.setdefault(rest[-1].removeprefix(folder).removesuffix(".json"), []).append((process.pid, mark))
+    return found

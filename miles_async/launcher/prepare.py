@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ import msgspec
 
 from actors.runtime.child import PYTHON, free_port
 from actors.runtime.faultpoints import fault_point
-from actors.runtime.host import SHARED, SILENT_BEATS, lives
+from actors.runtime.holding import has_ended, me, take_name
+from actors.runtime.host import SHARED, processes_name
 from actors.runtime.in_memory import let_go, named
 from actors.runtime.prompts import Tokenizer, load_prompts
 from actors.runtime.run import Refused
@@ -35,11 +35,12 @@ from actors.trainer.checkpoint import (
     restore_bus,
 )
 from bus import Bus, Commit
-from bus.errors import KnobRejected
+from bus.errors import KnobRejected, NameTaken
 from bus.identity import Identity, read_identity, write_identity
 from bus.knobs.live import leaves_plans, pending, publish_initial, read_history, values_at
 from bus.messages.control import Kind, KnobPatch
 from bus.private import kept_secret, private_directory
+from bus.streams.hold import Who
 from bus.streams.redis import LIFE
 from miles_async import __version__
 from miles_async.launcher.engines import generation_spec
@@ -309,7 +310,7 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
     known = await read_identity(bus)
     if known is not None:
         check_same(settings, place, known.fingerprint, known.run_dir)
-        await check_alone(bus, settings, place, known)
+    await be_the_launcher(bus, settings, place)
     life = await bus.state(LIFE) or secrets.token_hex(8)
     await bus.commit(Commit(state={LIFE: life}))
     bus.expect(life)
@@ -328,25 +329,24 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
     await write_identity(bus, identity)
 
 
-async def check_alone(bus: Bus, settings: RunSettings, place: Place, known: Identity) -> None:
-    """SettingsError when another launcher keeps a run of this name. In one folder a lock keeps those of one host apart; of other
-    folders and hosts only the bus tells. One that died elsewhere is silent soon."""
-    launcher = (await bus.vitals()).get("launcher")
-    if launcher is None or launcher.state == "stopped":
-        return
-    seen = lives(launcher)
-    if seen is False or (seen and (launcher.pid == os.getpid() or known.run_dir == place.run_dir)):
-        return
-    silent_s = (await bus.silences()).get("launcher", inf)
-    if silent_s < SILENT_BEATS * known.heartbeat_s:
+async def be_the_launcher(bus: Bus, settings: RunSettings, place: Place) -> None:
+    """Have the name of the run's launcher; SettingsError when another keeps a run of this name. In one folder a lock keeps those of
+    one host apart; of other folders and hosts only the bus tells. One that died elsewhere is silent soon."""
+
+    def gone(who: Who) -> bool:
+        return has_ended(who) or (who.processes == processes_name() and who.folder == place.run_dir)
+
+    try:
+        await take_name(bus, "launcher", settings.launch.heartbeat_s, who=me(place.run_dir), gone=gone)
+    except NameTaken:
+        other = await bus.names.holder_of("launcher")
+        where = f"{other.who} has a run of this name on this Redis, in {other.who.folder}" if other else "it has just ended"
         raise SettingsError(
-            f"a launcher on host {launcher.host} has a run of this name on this Redis, in {known.run_dir}; it was last heard "
-            f"{silent_s:.0f} s ago",
+            f"another launcher keeps it: {where}; it is heard",
             field="name",
             value=settings.launch.name,
-            remedy="Choose another --name, stop that one (miles-async stop), or, where its host died, try again in "
-            f"{SILENT_BEATS * known.heartbeat_s:.0f} s. Nothing was changed.",
-        )
+            remedy="Choose another --name, or stop that one (miles-async stop). Nothing was changed.",
+        ) from None
 
 
 def check_same(settings: RunSettings, place: Place, fingerprint: str, run_dir: str) -> None:

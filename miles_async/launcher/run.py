@@ -30,10 +30,10 @@ from actors.runtime.in_memory import in_use
 from actors.runtime.logfiles import keep_short
 from actors.runtime.loop import run_loop
 from actors.runtime.prompts import routed_shape
-from actors.runtime.run import EXIT_BUS_BACK, EXIT_REFUSED, disk_text
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE, disk_text
 from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect, without_secrets
-from bus.errors import BusFull, BusUnreachable, BusWentBack, MilesAsyncError
+from bus.errors import BusFull, BusUnreachable, BusWentBack, MilesAsyncError, NameTaken
 from bus.messages.control import ActorState, Event, Vitals
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
@@ -65,7 +65,8 @@ RESUME = "Checkpoints and streams are kept: the same command goes on."
 
 
 def train(settings: RunSettings) -> int:
-    """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given or the bus is gone."""
+    """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given, 75 (EXIT_BUS_GONE) when
+    the bus was away for longer than its deadline."""
     check_host(settings)
     servers = fork_servers() if settings.launch.launcher == "local" else {}
     try:
@@ -237,14 +238,14 @@ class Launcher:
         name = settings.launch.name
         if failure and failure.status == EXIT_BUS_BACK:
             if settings.ckpt.no_save and feed.history.furthest:
-                failure = RunFailed(f"{failure} With --no-save there is nothing to go on from.", status=EXIT_REFUSED)
+                failure = RunFailed(f"{failure} With --no-save there is nothing to go on from.", status=1, resumes=False)
             elif self._restores and not self._wished:
                 print(f"note: {failure} That is done now.", file=sys.stderr, flush=True)
                 return failure.status, 0
             else:
                 failure = RunFailed(str(failure), status=1)
         if failure:
-            again = "" if failure.status == EXIT_REFUSED else f" {RESUME}"
+            again = f" {RESUME}" if failure.resumes else ""
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
             return failure.status, 0
         finished = await finished_step(bus, self._place.num_rollout)
@@ -307,13 +308,17 @@ class Launcher:
                     await bus.append([Out(EVENTS, event)], repeatable=True)
                     told += 1
                 if over or bus.clock.monotonic() >= next_beat_s:
-                    await bus.set_vitals("launcher", self._vitals("stopped" if over else "running"))
+                    await bus.set_vitals("launcher", self._vitals("stopped" if over else "running"), leaves=over)
                     next_beat_s = bus.clock.monotonic() + self._settings.launch.heartbeat_s
                     if await bus.state(STOP_WISH):
                         self._end_by_wish()
             except (BusUnreachable, BusFull) as error:
-                status, then = (EXIT_REFUSED, f" {RESUME}") if isinstance(error, BusUnreachable) else (1, "")
-                self._lost = self._lost or RunFailed(f"{error}{then}", status=status)
+                status = EXIT_BUS_GONE if isinstance(error, BusUnreachable) else 1
+                self._lost = self._lost or RunFailed(str(error), status=status)
+                self._asked.set()
+            except NameTaken as error:
+                text = f"another launcher has taken this run over. {error}"
+                self._lost = self._lost or RunFailed(text, status=1, resumes=False)
                 self._asked.set()
             except BusWentBack as error:
                 self._lost = self._lost or RunFailed(str(error), status=EXIT_BUS_BACK)
@@ -333,7 +338,7 @@ class Launcher:
             except (MilesAsyncError, OSError) as error:
                 text = disk_text(error, (str(self._run_dir),)) or str(error)
                 print(f"note: Redis died and does not start again: {text} All actors end now.", file=sys.stderr, flush=True)
-                self._lost = self._lost or RunFailed(text, status=EXIT_REFUSED)
+                self._lost = self._lost or RunFailed(text, status=EXIT_BUS_GONE, resumes=False)
                 self._asked.set()
                 return
 

@@ -14,24 +14,25 @@ from actors.recorder.history import History
 from actors.runtime.context import ActorSpec
 from actors.runtime.deadline import within
 from actors.runtime.drain import Patience, drained
-from actors.runtime.run import EXIT_BUS_BACK, EXIT_DRAINED, EXIT_REFUSED, disk_text
+from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE, EXIT_DRAINED, EXIT_NAME_TAKEN, EXIT_REFUSED, disk_text
 from bus import Bus, Clock
 from bus.errors import MilesAsyncError, printable
-from miles_async.launcher.restart import Ending, describe_exit, judge_exit
+from miles_async.launcher.restart import QUICK_S, Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
 ASKED_S = 3.0  # by when the bus says how far the run was
 FULL_S, START_S = 5.0, 600.0  # a full disk: between two tries to start an actor, and for how long the run does without one
+HELD_S = 120.0  # for how long another process may have an actor's name, and this host no part in that
 AGAIN_S = 1.0  # before an actor that lost its place through no fault of its own takes another
 
 
 class RunFailed(Exception):
     """An actor could not be kept running; the text names the cause. `status`: 2 when what it was given is to blame, EXIT_BUS_BACK
-    when the bus must be restored first, else 1."""
+    when the bus must be restored first, EXIT_BUS_GONE when it is away for good, else 1. `resumes`: the same command goes on."""
 
-    def __init__(self, text: str, *, status: int) -> None:
+    def __init__(self, text: str, *, status: int, resumes: bool = True) -> None:
         super().__init__(text)
-        self.status = status
+        self.status, self.resumes = status, resumes and status != EXIT_REFUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,10 @@ async def furthest_step(bus: Bus, history: History) -> int:
     be seconds behind, and knows of steps that a restore took back."""
     try:
         async with asyncio.timeout(ASKED_S):
-            said = await bus.state("trainer")
+            said = await bus.state_as("trainer", lambda text: int(text.partition(":")[0] or 0))
     except (MilesAsyncError, TimeoutError):
-        said = ""
-    return max(history.furthest, int(said.partition(":")[0] or 0))
+        said = 0
+    return max(history.furthest, said)
 
 
 class Supervisor:
@@ -147,6 +148,7 @@ class Supervisor:
         name, role = kept.spec.name, kept.spec.role
         failed = ""  # how the life before this one failed
         full_since, told_full = 0.0, False
+        held_since = 0.0
         while await self._unless_stopping(self._placer.place(kept.spec)):
             try:
                 kept.process = await self._placer.start(kept.spec)
@@ -179,6 +181,16 @@ class Supervisor:
                     self.notes.append(("restart", f"{name} was asked to end (SIGTERM), and drained; the run goes on: restarting"))
                 continue
             now = self._clock.monotonic()
+            if end.code == EXIT_NAME_TAKEN:  # by one that the placer finds where it looks again, or that is about to end
+                if not held_since or now - began > QUICK_S:
+                    held_since = now
+                    self.notes.append(("restart", f"{name} is there already: {last_words(end.lines, name)}"))
+                if now - held_since < HELD_S:
+                    await within(AGAIN_S, self._stopping)
+                    continue
+                text = f"{name} is there already, and not on this host: {last_words(end.lines, name)}"
+                raise RunFailed(f"{text} End that one (miles-async stop ends them all), then give the same command.", status=2)
+            held_since = 0.0
             ending = Ending(now, end.code, await self._furthest() if role == "trainer" else 0)
             verdict = judge_exit(
                 name, ending, kept.failures, self._budget, steps=role == "trainer", spared=self._is_spared(kept)
@@ -187,7 +199,7 @@ class Supervisor:
                 return
             cause = last_words(end.lines, name if end.code is not None and end.code > 0 else "")
             if verdict.action == "give_up":
-                status = end.code if end.code in (EXIT_REFUSED, EXIT_BUS_BACK) else 1
+                status = end.code if end.code in (EXIT_REFUSED, EXIT_BUS_BACK, EXIT_BUS_GONE) else 1
                 if end.code == EXIT_BUS_BACK:
                     raise RunFailed(cause, status=status)
                 also = f" Before that it {before}." if before and end.code == EXIT_REFUSED else ""

@@ -120,3 +120,90 @@ async def test_a_server_that_does_not_answer_is_given_up_and_starts_nothing_late
         assert not (program / "0.log").exists()
     finally:
         await server.close()
+
+
+ORDERER = """
+import asyncio, sys
+from pathlib import Path
+from actors.runtime.fork_server import ForkServer
+
+async def order():
+    server = ForkServer(["a_gate"])
+    asyncio.get_running_loop().call_later(0.5, lambda: print("ordered", server._process.pid, flush=True))
+    await server.start(["a_program", "0"], Path(sys.argv[1]), {"GIVEN": "x"})
+    print("answered", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(order())
+"""
+GATE = """
+import os, time
+while not os.path.exists(os.environ["GATE"]):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_an_order_that_lay_there_while_its_orderer_died_is_carried_out_by_nobody(
+    program: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """The server loads for as long as the gate is closed."""
+    gate, log = program / "open", program / "0.log"
+    (program / "a_gate.py").write_text(GATE)
+    monkeypatch.setenv("GATE", str(gate))
+    words = (sys.executable, "-c", ORDERER, str(log))
+    orderer = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+    assert orderer.stdout is not None
+    said, server = (await asyncio.wait_for(orderer.stdout.readline(), 60)).split()
+    assert said == b"ordered"
+    if dies:
+        orderer.kill()
+        await orderer.wait()
+    gate.touch()
+    if dies:
+        assert await ended(int(server), 60)
+        assert not log.exists()
+    else:
+        assert await asyncio.wait_for(orderer.stdout.readline(), 60) == b"answered\n"
+        orderer.kill()
+        await orderer.wait()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_a_fork_can_be_found_before_it_asks_whether_its_orderer_lives(
+    program: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    monkeypatch.setenv("MILES_ASYNC_FAULT", "wait:renamed:1:STOP")
+    monkeypatch.setenv("GATE", str(program))
+    (program / "a_gate.py").write_text(GATE)
+    log = program / "wait.log"
+    source = ORDERER.replace('["a_program", "0"]', '["a_program", "wait"]')
+    orderer = await asyncio.create_subprocess_exec(sys.executable, "-c", source, str(log), stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(60):
+        while not (found := _standing("a_program", "wait")):  # noqa: ASYNC110 - what another process does
+            await asyncio.sleep(0.05)
+    [fork] = found
+    if dies:
+        orderer.kill()
+        await orderer.wait()
+    os.kill(fork.pid, signal.SIGCONT)
+    if dies:
+        assert await ended(fork.pid, 60) and not log.exists()
+        return
+    async with asyncio.timeout(60):
+        while not log.exists():  # noqa: ASYNC110 - what another process does
+            await asyncio.sleep(0.01)
+    orderer.kill()
+    await orderer.wait()
+    assert is_alive(fork.pid), "it began while its orderer lived, and stays"
+    fork.kill()
+
+
+def _standing(*words: str) -> list[psutil.Process]:
+    """Stopped processes whose command line ends with these words."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        said = [word for word in process.info["cmdline"] or () if word]
+        if said[-len(words) :] == list(words) and process.info["status"] == psutil.STATUS_STOPPED:
+            found.append(process)
+    return found

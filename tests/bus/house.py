@@ -84,12 +84,12 @@ class Consumer:
             if self.room == "filter":
                 group = entry.fields["group"]
                 if not self.table.knows(group):
-                    raw = await self.bus.open_group(group)
-                    if raw is None:
+                    opened = await self.bus.open_group(group)
+                    if opened is None:
                         assert not await self.commit(Commit(ack=(entry,))), "an entry was pending whose group was closed"
                         self.held.pop(entry.id, None)
                         continue
-                    self.table.begin(group, msgspec.msgpack.decode(raw, type=OpenGroup))
+                    self.table.begin(group, opened)
                 self.table.add(entry, await self.bus.message(entry))
                 if self.table.get(group).complete:
                     self.complete[group] = None

@@ -17,11 +17,11 @@ from actors.runtime.context import Context
 from actors.runtime.loop import runner
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE, EXIT_DONE, run_actor
 from bus import Bus, BusConfig, Commit, Out, Tail
+from bus.clock import STALL_S, TICK_S
 from bus.knobs.live import publish_initial
 from bus.messages.control import Event
 from bus.server import EmbeddedRedis
 from bus.streams import wire
-from bus.streams.link import STALL_S
 from bus.streams.redis import LIFE
 from bus.topology import EVENTS
 from tests.actors.house import KNOBS, until
@@ -63,18 +63,22 @@ def test_connections_that_were_closed_underneath_are_dialled_again(private_redis
         assert loop.run(body()) == (1, 1)
 
 
-def test_time_in_which_we_stood_still_ourselves_is_not_the_servers(private_redis: EmbeddedRedis) -> None:
-    """Both are stopped, as by a frozen container, for longer than the deadline, and the server wakes a moment later."""
+@pytest.mark.parametrize(("deadline_s", "stands_s"), [(1.0, 1.2 + STALL_S), (3.0 + TICK_S, 3.2 + TICK_S)])
+def test_time_in_which_we_stood_still_ourselves_is_not_the_servers(
+    private_redis: EmbeddedRedis, deadline_s: float, stands_s: float
+) -> None:
+    """Both are stopped, as by a frozen container, for longer than the deadline, be it by little, and the server wakes a moment
+    later."""
     pid = private_redis.pid
     assert pid is not None
 
     async def body() -> str:
-        async with Bus(config(private_redis, 1.0)) as bus:
+        async with Bus(config(private_redis, deadline_s)) as bus:
             await bus.commit(Commit(state={"any": "thing"}))
             os.kill(pid, signal.SIGSTOP)
             asked = asyncio.ensure_future(bus.state("any"))
             await asyncio.sleep(0.05)
-            time.sleep(1.0 + STALL_S + 0.2)  # noqa: ASYNC251 - nothing of this process runs
+            time.sleep(stands_s)  # noqa: ASYNC251 - nothing of this process runs
             asyncio.get_running_loop().call_later(0.1, os.kill, pid, signal.SIGCONT)
             return await asked
 

@@ -171,7 +171,8 @@ async def script_call(bus: Bus, mark: int, *commits: Commit, bound: int = 0) -> 
         named += keys
         sections += args
     keys = [*bus._fixed_keys, *named]
-    return [reply[0] for reply in await bus.link.run("EVAL", COMMIT.source, len(keys), *keys, "7", mark, len(commits), *sections)]
+    head = ("7", mark, len(commits), "", "")  # of a sender without a name
+    return [reply[0] for reply in await bus.link.run("EVAL", COMMIT.source, len(keys), *keys, *head, *sections)]
 
 
 async def test_in_a_repeated_call_what_had_its_effect_is_done_and_what_had_none_is_tried(redis_url, run_name):

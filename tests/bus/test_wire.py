@@ -129,10 +129,10 @@ async def test_a_call_that_arrives_after_later_ones_changes_nothing(redis_url, r
         named, args = hop_args(
             Commit(), [Placed(out, b"x")], keys=keys, stream_keys=StreamKeys(keys), bound=0
         )  # fmt: skip
-        fixed = [keys.state, keys.ledger, keys.open_groups, keys.in_flight_bytes, keys.marks("sender")]
+        fixed = [keys.state, keys.ledger, keys.open_groups, keys.in_flight_bytes, keys.marks("sender"), keys.names]
 
         async def call(number: int) -> list[list[bytes]]:
-            return await bus.link.run_script(COMMIT, [*fixed, *named], ["append", number, 1, *args])
+            return await bus.link.run_script(COMMIT, [*fixed, *named], ["append", number, 1, "", "", *args])
 
         assert (await call(7))[0][0] == b"ok"
         assert (await call(7))[0][0] == b"done"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import msgspec
 import pytest
 
 from actors.runtime.context import STOP_WISH, Context
+from actors.runtime.host import processes_name
+from actors.runtime.leftovers import owner_of
 from bus import Bus, BusConfig, Commit
-from bus.errors import BusRefused, BusUnreachable
-from bus.identity import Identity, hold_name, holder_of, read_identity, write_identity
+from bus.errors import BusRefused, BusUnreachable, NameTaken
+from bus.identity import Identity, read_identity, write_identity
+from bus.streams.hold import Who
 from miles_async.cli import worker
 from miles_async.cli.app import main
-from miles_async.cli.staying import ME, Stay, take_name
+from miles_async.cli.staying import Stay, take_worker_name
 from miles_async.launcher.joined import DONE, let_go
 from miles_async.launcher.place import Place
 from miles_async.launcher.prepare import claim_identity, engine_token
@@ -54,69 +59,80 @@ def test_a_worker_that_may_mean_another_thing_by_the_same_message_is_refused(
     assert said in line
 
 
+def another(pid: int = 1, **said: Any) -> Who:
+    """A process of another host, unless it says otherwise."""
+    return Who(**{"pid": pid, "host": "node7", "processes": "elsewhere", "began": "1:1"} | said)
+
+
+@asynccontextmanager
+async def held_by(url: str, run: str, name: str, who: Who, *, beats: bool) -> AsyncIterator[None]:
+    """A name in the hands of another process, which is heard all the time, or not at all."""
+    async with Bus(BusConfig(url=url, run=run)) as bus, asyncio.TaskGroup() as tasks:
+        bus.names.token = "abcd"
+        assert await bus.names.take(name, who, lapse_s=1.0) is None
+
+        async def beat() -> None:
+            with suppress(NameTaken):
+                while beats:
+                    await bus.set_vitals(name, vitals(name))
+                    await asyncio.sleep(0.02)
+
+        beating = tasks.create_task(beat())
+        yield
+        beating.cancel()
+
+
 @pytest.mark.parametrize(
-    ("launcher", "folder", "silent_s", "refused"),
+    ("launcher", "folder", "beats", "refused"),
     [
-        ({"processes": "elsewhere", "host": "node7"}, "same", 0, True),
-        ({"processes": "elsewhere", "host": "node7"}, "same", 60, False),
-        ({"processes": "elsewhere", "state": "stopped"}, "same", 0, False),
-        ({"pid": 1, "host": "node7"}, "same", 0, False),  # of this host: the lock of its folder tells
-        ({"pid": 1, "host": "node7"}, "other", 0, True),  # which is no other folder's
-        ({"pid": 1, "host": "node7"}, "other", 60, False),  # process 1 lives, but is no launcher: it took the number of one
+        ({}, "same", True, True),
+        ({}, "same", False, False),  # its host died
+        ({"processes": processes_name(), "began": owner_of(1)}, "same", True, False),  # of this host: the lock of its folder tells
+        ({"processes": processes_name(), "began": owner_of(1)}, "other", True, True),  # which is no other folder's
+        ({"processes": processes_name(), "began": "1:0"}, "other", True, False),  # another process has its number by now
     ],
 )
 async def test_a_second_launcher_of_a_run_that_another_one_keeps_is_refused(
-    redis_url: str, run_name: str, launcher: dict[str, Any], folder: str, silent_s: int, refused: bool, tmp_path: Path
+    redis_url: str, run_name: str, launcher: dict[str, Any], folder: str, beats: bool, refused: bool, tmp_path: Path
 ) -> None:
-    said = {"hf_checkpoint": "m", "prompt_data": "p", "num_rollout": 1, "rm_type": "exact_match"}
+    said = {"hf_checkpoint": "m", "prompt_data": "p", "num_rollout": 1, "rm_type": "exact_match", "heartbeat_s": 0.2}
     settings = settings_from(name=run_name, bus_url=redis_url, **said)
     folders = {"run_dir": str(tmp_path / "same"), "weights_dir": "w", "blob_dir": "b"}
     own = {**folders, "model_dir": "m", "stop_token_ids": (), "num_rollout": 1}
     place = Place(**own, fingerprint="f", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
-    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
-        await claim_identity(bus, settings, place)
-        first = await read_identity(bus)
-        await bus.set_vitals("launcher", vitals("launcher", **launcher))
-        await bus.link.run("HINCRBY", bus.keys.heard, "launcher", -1000 * silent_s)
-        place = msgspec.structs.replace(place, run_dir=str(tmp_path / folder))
+    who = another(**{"folder": place.run_dir} | launcher)
+    place = msgspec.structs.replace(place, run_dir=str(tmp_path / folder))
+    async with held_by(redis_url, run_name, "launcher", who, beats=beats), Bus(BusConfig(url=redis_url, run=run_name)) as bus:
         if refused:
-            with pytest.raises(SettingsError, match="node7 has a run of this name") as refusal:
+            with pytest.raises(SettingsError, match="on host node7 has a run of this name") as refusal:
                 await claim_identity(bus, settings, place)
             assert "\n" not in str(refusal.value)
-        else:
-            await claim_identity(bus, settings, place)
-        if refused or folder == "same":
-            assert await read_identity(bus) == first, "nothing was changed"
+            assert await read_identity(bus) is None, "nothing was changed"
+            return
+        await claim_identity(bus, settings, place)
+        await claim_identity(bus, settings, place)  # as a launcher does that makes its bus anew
+        assert await read_identity(bus) is not None
 
 
 @pytest.mark.parametrize(
     ("had", "beats", "refused"),
     [
-        ({"processes": "elsewhere", "host": "node7"}, True, True),
-        ({"processes": "elsewhere", "host": "node7"}, False, False),  # its host died
-        ({"processes": "elsewhere", "state": "stopped"}, True, False),
-        ({"pid": DEAD_PID}, True, False),  # it was killed here: the new one need not wait
+        ({}, True, True),
+        ({}, False, False),  # its host died
+        ({"pid": DEAD_PID, "processes": processes_name()}, True, False),  # it was killed here: the new one need not wait
     ],
 )
 async def test_a_second_worker_of_a_name_is_refused_while_the_first_is_heard(
     redis_url: str, run_name: str, had: dict[str, Any], beats: bool, refused: bool
 ) -> None:
-    async with Bus(BusConfig(url=redis_url, run=run_name)) as bus, asyncio.TaskGroup() as tasks:
-        await bus.set_vitals("w", vitals("w", "generation", **had))
-
-        async def beat() -> None:
-            while beats:
-                await bus.set_vitals("w", vitals("w", "generation", **had))
-                await asyncio.sleep(0.05)
-
-        beating = tasks.create_task(beat())
+    async with held_by(redis_url, run_name, "w", another(**had), beats=beats), Bus(BusConfig(url=redis_url, run=run_name)) as bus:
         if refused:
             with pytest.raises(BusRefused, match="'w' refused: a worker of this name works on host node7"):
-                await take_name(bus, "w", 0.2)
+                await take_worker_name(bus, "w", 0.2)
         else:
-            await take_name(bus, "w", 0.2)
-        assert await holder_of(bus, "w") == ("" if refused else ME)
-        beating.cancel()
+            await take_worker_name(bus, "w", 0.2)
+        holder = await bus.names.holder_of("w")
+        assert holder is not None and (holder.token == "abcd") == refused
 
 
 async def _until_it_ends(room: Context) -> None:
@@ -124,34 +140,28 @@ async def _until_it_ends(room: Context) -> None:
         await room.draining.wait()
 
 
-async def test_a_worker_leaves_when_its_run_tells_other_settings_or_its_name_is_anothers(redis_url: str, run_name: str) -> None:
+@pytest.mark.parametrize("changed", ["mask_offpolicy", "bus.lease_s"])
+async def test_a_worker_leaves_when_its_run_tells_other_settings(redis_url: str, run_name: str, changed: str) -> None:
     known = Identity(run=run_name, worker={"mask_offpolicy": False, "max_running": 8}, bus={"lease_s": 6.0, "url": ""})
     others = {
         "mask_offpolicy": msgspec.structs.replace(known, worker={"mask_offpolicy": True, "max_running": 8}),
         "bus.lease_s": msgspec.structs.replace(known, bus={"lease_s": 9.0, "url": ""}),
     }
     alike = msgspec.structs.replace(known, worker={"mask_offpolicy": False, "max_running": 4}, release="9.0.1")
-    async with open_bus(redis_url, run_name) as bus:
-        for changed, other in others.items():
-            stay = Stay("w", known)
-            async with running(bus, "generation", lambda context, stay: stay.watch(context), stay, heartbeat_s=0.05) as room:
-                await write_identity(bus, alike)
-                await until(lambda: _holds(bus))
-                assert not room.draining.is_set(), "what is live, and the doctor's, is no reason"
-                await write_identity(bus, other)
-                await _until_it_ends(room)
-            assert stay.changed == changed and not stay.taken
-        stay = Stay("w", known)
-        await write_identity(bus, known)
-        async with running(bus, "generation", lambda context, stay: stay.watch(context), stay, heartbeat_s=0.05) as room:
-            await hold_name(bus, "w", "another process")
-            await _until_it_ends(room)
-        assert stay.taken and not stay.changed
-        assert await holder_of(bus, "w") == "another process"
+    stay, clock = Stay(known), ManualClock()
 
+    async def watch(context: Context, stay: Stay) -> None:
+        context.clock = clock
+        await stay.watch(context)
 
-async def _holds(bus: Bus) -> bool:
-    return await holder_of(bus, "w") == ME
+    async with open_bus(redis_url, run_name) as bus, running(bus, "generation", watch, stay, heartbeat_s=1.0) as room:
+        for told in (alike, others[changed]):
+            await until(lambda: _true(clock.sleeping > 0))
+            assert not room.draining.is_set(), "what is live, and the doctor's, is no reason"
+            await write_identity(bus, told)
+            await clock.advance(1.0)
+        await _until_it_ends(room)
+    assert stay.changed == changed
 
 
 @pytest.mark.parametrize(("host", "router"), [("here", "http://127.0.0.1:1234"), ("elsewhere", "")])

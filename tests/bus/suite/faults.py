@@ -184,7 +184,7 @@ async def check_reply_of_a_commit_lost_and_its_mark_too(
     async with make_bus() as outside, make_lossy() as bus:
 
         async def forget() -> None:
-            await outside.link.run("DEL", *bus._fixed_keys[4:])
+            await outside.link.run("DEL", bus._fixed_keys[4])
 
         await publish(outside, 1)
         reader = await reader_of(outside, "a")
