@@ -17,6 +17,7 @@ from actors.runtime.rows import BadData, Placed, count, image_key, read, sources
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
+from miles_async.launcher.label_check import unread
 from miles_async.launcher.memory import check_memory
 from miles_async.launcher.templates import check_template
 from miles_async.settings.checks import check_model, check_trackers, model_context
@@ -65,6 +66,7 @@ def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: b
     data = refused.attempt(check_data, settings)
     if data is not None:
         hints += refused.attempt(check_labels, settings, data[0]) or ()
+        hints += refused.attempt(check_held_out_labels, settings, data[1]) or ()
         if config or settings.model.builtin_name:  # else the directory is refused
             hints += refused.attempt(check_template, settings, data[0].head) or ()
     for probe in probes:
@@ -136,7 +138,32 @@ def check_labels(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
     if all(value_at(placed.row, r.label_key) in (None, "") for placed in prompts.head):
         problem = f"none of the first {len(prompts.head)} rows of {r.prompt_data} has a label for rm_type = {r.rm_type}"
         raise settings.flat.refusal("label_key", problem, "Name another column or another --rm-type.")
-    return ()
+    keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key")}
+    bad, first = unread(prompts.head, r.rm_type, keys, {})
+    if bad == len(prompts.head):
+        problem = f"rm_type = {r.rm_type} can read none of the first {bad} labels of {r.prompt_data} ({first})"
+        raise settings.flat.refusal("label_key", problem, "Name another column or another --rm-type.")
+    return (_unread_note(r.prompt_data, bad, len(prompts.head), first),) if bad else ()
+
+
+def check_held_out_labels(settings: RunSettings, held_out: Mapping[str, DataInfo]) -> tuple[str, ...]:
+    """The same of held-out sets, of which each may have a rule of its own: notes."""
+    if settings.flat.supervised or settings.flat.reads_labels:
+        return ()
+    notes = []
+    for one in eval_sets(settings):
+        if one.label_key is None:
+            continue
+        keys = {"input_key": one.input_key, "label_key": one.label_key, "metadata_key": one.metadata_key}
+        head = held_out[one.name].head
+        bad, first = unread(head, settings.rollout.rm_type, keys, one.metadata)
+        notes += [_unread_note(one.path, bad, len(head), first)] if bad else []
+    return tuple(notes)
+
+
+def _unread_note(path: str, bad: int, looked_at: int, first: str) -> str:
+    why = f"{bad} of the first {looked_at} labels of {path} cannot be read by their rule"
+    return f"{why}, so no answer earns anything there ({first})"
 
 
 def check_pictures(settings: RunSettings) -> str | None:

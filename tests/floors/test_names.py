@@ -13,7 +13,6 @@ FILES = sources(*PACKAGES)
 # Used by nobody of ours, and why it stays. Names that libraries call on our classes are below.
 STAYS = {
     "actors/generation/endpoint/verifiers.py Played": "for users of verifiers: docs/agents.md",
-    "actors/reward/rules.py readable_label": "for the start's look at the rows of a data set",
     "actors/environments/guess.py Guess": "the environment that ships, named by --environment-path",
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
     "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",

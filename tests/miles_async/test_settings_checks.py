@@ -295,7 +295,7 @@ def test_rules_that_compare_are_those_that_give_all_answers_one_reward_without_a
         except BadLabel:  # it says what it lacks
             return False
 
-    assert {rule for rule in RULES if alike(rule)} - {"finished", "deterministic_random"} == COMPARE
+    assert {rule for rule in RULES if alike(rule)} - {"finished", "deterministic_random", "zero"} == COMPARE
 
 
 @pytest.mark.parametrize(
@@ -305,3 +305,22 @@ def test_rules_that_compare_are_those_that_give_all_answers_one_reward_without_a
 def test_a_config_that_is_none_is_refused_once_by_all_that_look(data: Path, model: Path, text: str, said: str, flags: Any) -> None:
     (model / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     assert f"config.json {said}" in refusal(make(data, hf_checkpoint=str(model), **flags), probes=PROBES)
+
+
+def test_labels_that_their_rule_cannot_read_are_told_with_their_share(tmp_path: Path) -> None:
+    """Rows of another rule earned 0 for ever, without a word."""
+    odd = json.dumps({"func_name": "validate_word", "N": 3})
+    mixed = [{"input": "a", "answer": "12"}, {"input": "b", "answer": odd}] * 3
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    told = [note for note in preflight(make(path, label_key="answer")).notes if "cannot be read by their rule" in note]
+    said = f"3 of the first 6 labels of {path} cannot be read by their rule, so no answer earns anything there"
+    assert told == [f"{said} ({path}, row 2: {odd!r} under math)"]
+    owned = [row | {"metadata": {"rm_type": "ifbench"} if "func" in row["answer"] else {}} for row in mixed]
+    path.write_text("".join(json.dumps(row) + "\n" for row in owned))
+    assert not [n for n in preflight(make(path, label_key="answer", metadata_key="metadata")).notes if "their rule" in n]
+    path.write_text(json.dumps(mixed[1]) + "\n")
+    assert "can read none of the first 1 labels" in refusal(make(path, label_key="answer"))
+    (train := tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    held = {"label_key": "answer", "eval_prompt_data": ("held", str(path)), "eval_label_key": "answer", "eval_interval": 1}
+    assert [n for n in preflight(make(train, **held)).notes if f"1 of the first 1 labels of {path}" in n]
