@@ -23,6 +23,6 @@ def _unread(head: Iterable[Placed], rule: str | None, keys: Mapping[str, str | N
             row = parts_of(given, keys, chat=True, supervised=True, padded=padded, objects=True)
         except BadRow:
             continue  # refused elsewhere
-        own = str((row.metadata | over).get("rm_type") or rule or "")
+        own = str(over.get("rm_type") or row.metadata.get("rm_type") or rule or "")
         if own and not readable_label(own, row.label):
             yield f"{at}, row {number}: {row.label[:60]!r} under {own}"
