@@ -24,7 +24,7 @@ from bus.errors import BusRefused
 AT_ONCE = 4  # files on their way; who comes then is to try another source
 CONNECTIONS = 64
 WITHOUT_TOKEN = 32  # of these: who comes then ends the oldest of them
-TOKEN_S = 10.0  # from a connection to a whole request that shows the token
+GRACE_S, TOKEN_S = 2.0, 10.0  # from a connection to a whole request that shows the token: usually, and at most
 PATIENCE_S = 5.0  # for bytes that are not here yet
 IDLE_S = 10.0  # for a peer that takes or says nothing
 LOOK_S = 0.005  # another process may write the file: only its size tells
@@ -128,7 +128,7 @@ class _Server(ThreadingTCPServer):
         """Those that are late, and the oldest beyond `most`: their thread reads the end of the connection."""
         now = time.monotonic()
         for request, since in list(self._strangers.items()):
-            if now - since < TOKEN_S and len(self._strangers) <= most:
+            if now - since < (TOKEN_S if len(self._strangers) <= most else GRACE_S):
                 return
             del self._strangers[request]
             with suppress(OSError):

@@ -1,9 +1,9 @@
 """Listens for an aiohttp server whose callers show a key: a caller that has shown none costs those that have one nothing.
 
 Owns   the listening socket, and every connection that has not shown a key yet
-Always true: at most `most` connections stand open without a key, each for at most `within_s`; where one more comes, the oldest
-of them ends. A caller that has a key shows it with its first request, so it is never among them for long. Once a connection is
-admitted nothing stands between it and the server any more.
+Always true: a connection stands open without a key for at most `within_s`; where more than `most` do, each new one ends the oldest,
+unless that came within GRACE_S: hundreds of callers that have a key connect at once, and show it a moment later. Once a connection
+is admitted nothing stands between it and the server any more.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 MOST = 32  # callers without a key; a worker of 256 open files has room for them
+GRACE_S = 2.0  # in which the headers of a caller that has a key are here
 WITHIN_S = 10.0  # from a connection to a key: a request's headers, and their way here
 _Ended = Callable[[], object]
 
@@ -32,9 +33,11 @@ class Listener:
     """
 
     def __init__(
-        self, runner: web.AppRunner, *, most: int = MOST, within_s: float = WITHIN_S, ended: _Ended | None = None
-    ) -> None:
+        self, runner: web.AppRunner, *, most: int = MOST, within_s: float = WITHIN_S, grace_s: float = GRACE_S,
+        ended: _Ended | None = None,
+    ) -> None:  # fmt: skip
         self._runner, self._most, self._within_s, self._ended = runner, most, within_s, ended or (lambda: None)
+        self._grace_s = grace_s
         self._strangers: dict[asyncio.BaseTransport, _Stranger] = {}  # the oldest first
         self._server: asyncio.AbstractServer | None = None
 
@@ -67,8 +70,13 @@ class Listener:
 
     def took(self, stranger: _Stranger, transport: asyncio.Transport) -> float:
         """A connection has begun; how long it may go without a key."""
+        now = asyncio.get_running_loop().time()
         while len(self._strangers) >= self._most:
-            self.turn_away(next(iter(self._strangers.values())))
+            oldest = next(iter(self._strangers.values()))
+            if now - oldest.since < self._grace_s:
+                break
+            self.turn_away(oldest)
+        stranger.since = now
         self._strangers[transport] = stranger
         return self._within_s
 
@@ -91,6 +99,7 @@ class _Stranger(asyncio.Protocol):
         self._listener, self._to = listener, server
         self._late: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport | None = None
+        self.since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods alone

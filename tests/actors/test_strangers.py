@@ -46,8 +46,9 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def test_a_crowd_that_shows_no_key_takes_no_call_of_an_agent_away(chat: Chat) -> None:
+async def test_a_crowd_that_shows_no_key_takes_no_call_of_an_agent_away(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     """253 of them, half with half a request, took all 256 files that a worker could open."""
+    monkeypatch.setattr(Listener.__init__, "__kwdefaults__", {**(Listener.__init__.__kwdefaults__ or {}), "grace_s": 0.0})
     counts: Counter[str] = Counter()
     session = ScriptedSession(chat, task(), lambda _: "ok")
     async with Endpoint(chat, "hermes", lambda name, by=1: counts.update({name: by})) as endpoint:
@@ -64,7 +65,7 @@ async def test_a_crowd_that_shows_no_key_takes_no_call_of_an_agent_away(chat: Ch
 
 
 @asynccontextmanager
-async def listening(*, most: int = 4, within_s: float = 0.2) -> AsyncIterator[tuple[int, list[str], asyncio.Event]]:
+async def listening(*, most: int = 4, within_s: float = 0.2, grace_s: float = 0.0) -> AsyncIterator[tuple[int, list[str], asyncio.Event]]:
     """A server that admits who shows `key`, and answers `/slow` once the event is set."""
     said: list[str] = []
     go = asyncio.Event()
@@ -85,7 +86,7 @@ async def listening(*, most: int = 4, within_s: float = 0.2) -> AsyncIterator[tu
     app.router.add_get("/slow", slow)
     runner = web.AppRunner(app, access_log=None, logger=http_log())
     await runner.setup()
-    listener = Listener(runner, most=most, within_s=within_s, ended=lambda: said.append("ended"))
+    listener = Listener(runner, most=most, within_s=within_s, grace_s=grace_s, ended=lambda: said.append("ended"))
     try:
         yield await listener.open("127.0.0.1", 0), said, go
     finally:
@@ -121,6 +122,19 @@ async def test_the_oldest_makes_room_for_the_newest() -> None:
             writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b"401" in await reader.readline()
             writer.close()
+
+
+async def test_hundreds_that_have_the_key_may_come_at_once() -> None:
+    """The oldest of a burst were closed before their headers were read."""
+    async with listening(within_s=1000.0, grace_s=1000.0) as (port, said, go):
+        burst = await asyncio.gather(*(begun(port) for _ in range(200)))
+        go.set()
+        for _, writer in burst:
+            writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n\r\n")
+        for reader, writer in burst:
+            assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
+            writer.close()
+        assert said == ["called"] * 200
 
 
 async def test_headers_that_drip_end_with_their_time_and_a_wrong_key_admits_nobody() -> None:
@@ -181,6 +195,7 @@ def test_a_crowd_without_the_token_takes_no_weights_away(
 ) -> None:
     """64 of them, each with a byte every few seconds, kept everybody from the weights."""
     monkeypatch.setattr(depot_module, "TOKEN_S", 1000.0)
+    monkeypatch.setattr(depot_module, "GRACE_S", 0.0)
     monkeypatch.setattr(depot_module._Handler, "timeout", 1000.0)
     parcel, depot = pack_parcel(version), serve(version)
     port = int(urlsplit(depot.url).port or 0)
