@@ -9,12 +9,14 @@ from actors.runtime.prompts import DataSpec
 from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.objective_config import ObjectiveConfig
+from miles_async.launcher.place import Place
 from miles_async.launcher.plan import told
 from miles_async.settings.flat import Flat
 from miles_async.settings.load import settings_from
 
 T = TypeVar("T")
 PLAIN = settings_from(hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=3, rm_type="math").flat.values
+PLACE = Place(run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f")
 # What the objective computes itself where it is not told, and MIS without its normalisation.
 LEFT_OUT: dict[str, Any] = dict.fromkeys(
     ("normalize_advantages", "eps_clip_high", "tis_lower_bound", "rs_upper_bound", "rs_lower_bound", "rs_veto_threshold")

@@ -169,7 +169,7 @@ async def test_an_evaluation_is_given_up_by_a_run_that_has_no_more_data_sets(red
             await given_up(bus, context, 4)
 
 
-@pytest.mark.parametrize("now", [None, "", "{", '{"input": "1", "label": [1]}', '{"other": 1}', "\udcff", "a folder"])
+@pytest.mark.parametrize("now", [None, "", "{", '{"input": "1", "label": [1, 2]}', '{"other": 1}', "\udcff", "a folder"])
 async def test_a_data_set_that_cannot_be_read_any_more_costs_evaluations_of_it_alone(
     redis_url: str, run_name: str, tmp_path: Path, now: str | None
 ) -> None:

@@ -68,13 +68,13 @@ HALF = "\ud800"  # of a pair of surrogates
 @pytest.mark.parametrize(
     ("said", "heard"),
     [
-        (call("python", code=f"print('{HALF}')"), "surrogates not allowed"),
+        (call("python", code=f"print('{HALF}')"), "half of a character"),
         (call("python", code="print(chr(0xD800))"), "\\ud800"),
         (call("python", code="import os; os.write(1, bytes([65, 200]))"), "A\ufffd"),
         (call("calculator", expression=HALF), "error: "),
-        (call("python", **{HALF: "1"}), "there is no argument '\\ud800'"),
-        (call(HALF), "there is no tool '\\ud800'"),
-        (call(HALF).replace("{}", "5"), "the arguments of \\ud800 are no object"),
+        (call("python", **{HALF: "1"}), "half of a character"),
+        (call(HALF), "half of a character"),
+        (call(HALF).replace("{}", "5"), "half of a character"),
         (call("python", code=[HALF]), "ud800"),
     ],
 )

@@ -91,7 +91,7 @@ def test_help_says_of_each_flag_of_miles_what_it_is_here(capsys):
     assert rows["--rollout-batch-size"] == "the same" and "config.json" in rows["--padded-vocab-size"]
     assert rows["--tis-threshold"].startswith("--tis-clip") and "--name" not in rows
     assert rows["--sglang-router-NAME"] == "passed on to the program: --router-NAME"
-    assert {why_not(flag) for flag in ("--wandb-always-use-train-step", "--lora-rank", "--allgather-cp")} <= {
+    assert {why_not(flag) for flag in ("--lora-rank", "--allgather-cp")} <= {
         why for why, _ in WHY_NOT
     }
     assert why_not("--nonsense") == ""

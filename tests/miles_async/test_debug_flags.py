@@ -25,7 +25,7 @@ from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.settings.load import settings_from
 from tests.actors.house import open_bus, until
-from tests.declared import backend_of
+from tests.declared import PLACE, backend_of
 from tests.engine.test_damaged_files import PLAIN, Weights, published
 from tests.miles_async.console_data import Story, config, step_done
 
@@ -148,7 +148,8 @@ async def test_each_version_on_its_way_is_told(redis_url, run_name, tmp_path, ca
     caplog.set_level(logging.INFO)
     save_model(tmp_path / "m")
     weights = Weights(tmp_path / "m")
-    spec = msgspec.structs.replace(PLAIN, verbosity=courier_spec(settings_from(**FLAGS, debug_weight_sync=2)).verbosity)
+    told = courier_spec(settings_from(**FLAGS, debug_weight_sync=2), PLACE)
+    spec = msgspec.structs.replace(PLAIN, verbosity=told.verbosity)
     async with open_bus(redis_url, run_name) as bus, published(bus, tmp_path / "w", weights, spec):
         lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("weight_sync: ")]
     assert any("version 1, step 0, announced" in line and "bytes, prepared in" in line for line in lines)

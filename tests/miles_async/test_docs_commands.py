@@ -125,7 +125,8 @@ def test_settings_of_every_train_command_are_accepted(
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path, toy, toml_of(toy_tables(toy, tmp_path)))
     (tmp_path / "run.sh").write_text(
-        "python3 train.py --hf-checkpoint DIR --prompt-data data.jsonl --input-key question --rm-type math --num-rollout 3"
+        "python3 train.py --hf-checkpoint DIR --prompt-data data.jsonl --input-key question --rm-type math --num-rollout 3 "
+        "--n-samples-per-prompt 8"
     )
     wrong = []
     for words, command in ours().items():

@@ -19,6 +19,7 @@ from miles_async.launcher.preflight import check_prompt_data, preflight
 from miles_async.quickstart.tasks import TASKS
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.load import load
+from tests.declared import PLACE
 from tests.floors.tree import ROOT
 from tests.miles_async.launch_scripts import CONFIGS
 
@@ -68,7 +69,7 @@ def test_a_recipe_for_gsm8k_resolves(path: Path, tmp_path: Path) -> None:
     assert path.stem in dry_run_text(loaded)
     assert (s.sglang.engine, s.sglang.rollout_gpu_ids, s.sglang.num_generation_workers) == ("sglang", (1,), 1)
     assert s.sglang.server_args["attention-backend"] == "fa3"
-    assert courier_spec(s).transport == "nccl"
+    assert courier_spec(s, PLACE).transport == "nccl"
     assert s.rollout.max_weight_staleness == 2 and s.grpo.use_tis
     assert dict(s.flat.datasets) == {"test": str(tmp_path / "rows.jsonl")}
     keys = {"input_key": s.rollout.input_key, "label_key": s.rollout.label_key}

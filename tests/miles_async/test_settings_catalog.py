@@ -62,7 +62,7 @@ def test_no_flag_of_data_rewards_or_evaluation_is_refused_without_its_reason():
         *("--n-samples-per-eval-prompt", "--eval-temperature", "--eval-top-p", "--eval-top-k", "--eval-max-response-len"),
         *("--eval-max-prompt-len", "--eval-min-new-tokens", "--eval-max-context-len", "--eval-function-path", "--eval-num-gpus"),
         *("--eval-overflow-policy", "--eval-max-in-flight", "--eval-keep-snapshots", "--eval-hf-dir", "--skip-eval-before-train"),
-        *("--log-passrate", "--log-correct-samples", "--log-reward-category", "--custom-rollout-log-function-path"),
+        *("--log-correct-samples", "--log-reward-category", "--custom-rollout-log-function-path"),
         *("--custom-eval-rollout-log-function-path", "--disable-rollout-trim-samples", "--rollout-submission-granularity"),
         *("--custom-async-data-buffer-path", "--rollout-shuffle", "--rollout-seed", "--loss-type"),
     ):

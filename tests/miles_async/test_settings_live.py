@@ -197,7 +197,6 @@ def test_the_old_actor_is_a_correction_for_whoever_asks() -> None:
         ({"over_sampling_batch_size": 3}, {}, "Set it to 32 or more"),
         ({"max_weight_staleness": 1}, {}, "off-policy data without a correction"),
         ({"max_weight_staleness": 2000}, {"use_tis": True}, "must be a whole number >= 0 and <= 1024"),
-        ({"rollout_max_response_len": 2048}, {"rollout_max_context_len": 2048}, "leaves no space for a prompt"),
         ({"kl_loss_coef": 0.1}, {}, "--use-kl-loss"),
         ({"dynamic_sampling_filter_path": "nonzero_std"}, {"n_samples_per_prompt": 1, "advantage_estimator": "ppo"}, "drops every"),
         ({"dynamic_sampling_filter_path": "os.system"}, {}, "cannot be given to a running run"),

@@ -89,10 +89,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(fields: dict[str, Any], named
 
 def backend_of(**fields: Any) -> BackendConfig:
     """The trainer backend's settings that follow."""
-    place = Place(
-        run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f"
-    )
-    return backend_config(make(max_weight_staleness=0, **fields), place)
+    return backend_config(make(max_weight_staleness=0, **fields), PLACE)
 
 
 @pytest.mark.parametrize(
