@@ -60,6 +60,8 @@ class CodeScorer:
                                    "--reward-timeout-s.")  # fmt: skip
             if ran.cause == "lost":  # ended from outside, as when memory is short: this says nothing about the program
                 raise ScorerFailed(f"{sample.sample_id} was not tested: {ran.stderr}")
+            if ran.cause == "unasked":
+                raise BadLabel(f"the tests of {sample.sample_id} cannot be used: {ran.stderr.strip()}")
             if ran.cause != "ok" or (wanted is not None and _lines(ran.stdout) != _lines(wanted)):
                 break
             passed += 1
