@@ -216,7 +216,7 @@ class Space(dict[str, Any]):
         try:
             if reply[0] == "raised":
                 error = self._error(*reply[1:])
-                if isinstance(error, StopIteration) and verb != "next":  # it would end the test's own loop, and all that follows in it
+                if isinstance(error, StopIteration) and verb != "next":  # it would end the test's own loop
                     raise RuntimeError("the program raised StopIteration")
                 raise error
             value = self._value(reply[1], str(number) if verb == "name" else "")

@@ -129,7 +129,9 @@ def _answer(path: Path, ran: Ran) -> Answer:
             remedy="Give its flags behind `miles-async train`.",
         )
     try:
-        plain = json.dumps(json.loads(said), ensure_ascii=False).encode(errors="replace")  # halves of surrogate pairs go
+        plain = json.dumps(json.loads(said), ensure_ascii=False).encode(
+            errors="replace"
+        )  # halves of surrogate pairs go
         answer = msgspec.json.decode(plain, type=Answer)
         for train in answer["trains"]:
             for name, value in (train["environment"] | train["set"]).items():

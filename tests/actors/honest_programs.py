@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Programs that solve what they were asked, in the ways data sets ask and people write; each with its metadata, and one that fails."""
 
 from __future__ import annotations
