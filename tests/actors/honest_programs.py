@@ -90,6 +90,7 @@ WRONG: list[Case] = [
 ]  # fmt: skip
 
 UNUSABLE = [
+    "f(1) == 3",
     "def check(candidate):\n    assert candidate(1) == 2",
     "import math\n\nclass Helper:\n    pass",
     "def test_f(monkeypatch):\n    assert f(1) == 2",
