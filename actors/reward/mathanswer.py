@@ -52,6 +52,7 @@ _ORDER = re.compile("[<>≠]")
 _LOOSE = re.compile(
     r"\\l?not(?![A-Za-z])|\\[bx]?cancel|\\(?:[lL]ong)?(?:[lL]eft)?[rR]ightarrow|\\(?:to|implies|iff|gets)(?![A-Za-z])|[→⇒⇔]"
 )
+_FURTHER = re.compile(r"(?:and|or|not|,|;|&|/|\s)*\(\s*[A-J]\s*\)", re.IGNORECASE)  # behind a choice: another one
 _CHOICE = re.compile(r"\(\s*([A-J])\s*\)\s*:?\s*(\S.*)|([A-J])[.):]\s+(\S.*)")
 _NUMBER = re.compile(r"-?\d{1,400}(?:\.\d{1,400})?")
 _PLAIN_NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -215,6 +216,8 @@ def _choices(given: str, wanted: str, question: str, depth: int) -> Verdict | Ot
         alone = len(text) == 1 and "A" <= text <= "J"
         split.append((text, "") if alone else (letter, rest) if found else ("", text))
     (mine, said), (theirs, asked) = split
+    if (mine and _FURTHER.match(said)) or (theirs and _FURTHER.match(asked)):
+        return fold(given) == fold(wanted)  # `(A) and (B)` is no one of them
     if not (said and mine) and not (asked and theirs):
         return "other"
     if mine and theirs:

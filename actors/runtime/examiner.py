@@ -22,6 +22,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Coroutine
+from types import ModuleType
 from typing import Any, NoReturn
 
 from actors.runtime.examined import Line, ProgramGone, builtin_of
@@ -153,6 +154,42 @@ def _is_helper(name: str) -> bool:
     return hasattr(builtins, name) or name in sys.stdlib_module_names or name in _SHORT or name == "isclose"
 
 
+def _shadows(tests: str, names: set[str]) -> set[str]:
+    """Helpers' names that are the program's all the same. It may define `sum` because that is what is asked for; or `abs`, or
+    `math`, because the tests use it. The first has no other name in the tests, and is the only one called by such a name."""
+    nodes = list(ast.walk(ast.parse(tests)))
+    holders = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}  # the `math` of `math.isclose`
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} & names
+    if any(not _is_helper(name) for name in used):
+        return set()
+    found = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in holders} & names
+    return found if len(found) == 1 else set() if found else names  # named by none: asked for by its text
+
+
+def _module(name: str) -> ModuleType:
+    """As `import` gives it. Raises ProgramGone for one that would end this process (`idlelib.idle`, `unittest.__main__`)."""
+    try:
+        return importlib.import_module(name)
+    except BaseException as error:  # noqa: BLE001 - the program chose what is imported
+        raise ProgramGone(f"the program names a module that cannot be imported: {type(error).__name__}") from None
+
+
+class Names(ModuleType):
+    """The module `__main__` of the tests, where `unittest.main` looks for them."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__("__main__")
+        self.__dict__["_space"] = space
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__["_space"]:
+            return self.__dict__["_space"][name]
+        raise AttributeError(name)
+
+    def __dir__(self) -> list[str]:
+        return list(self.__dict__["_space"])
+
+
 class Space(dict[str, Any]):
     """The names that tests see: their own, builtins, and those of the program. Raises ProgramGone when that did not load."""
 
@@ -163,13 +200,10 @@ class Space(dict[str, Any]):
         names = said[1] if isinstance(said, list) and len(said) == 2 and isinstance(said[1], list) else []
         self._names = {name for name in names if isinstance(name, str)}
         self._raised: dict[int, type[Exception]] = {}
-        # A program may define `sum` because that is what is asked for; or `abs`, or `math`, because the tests use it. The first has
-        # no other name in the tests.
-        used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
-        self._shadows = not any(name in self._names and not _is_helper(name) for name in used)
+        self._shadows = _shadows(tests, self._names)
 
     def __missing__(self, name: str) -> Any:
-        if _is_helper(name) and not (name in self._names and self._shadows):
+        if _is_helper(name) and name not in self._shadows:
             if name in self._names and not hasattr(builtins, name):
                 return math.isclose if name == "isclose" else importlib.import_module(_SHORT.get(name, name))
             raise KeyError(name)  # it is looked up among the builtins then
@@ -181,12 +215,15 @@ class Space(dict[str, Any]):
         reply = self._line.ask([verb, number, handed(args, self._word, Remote)], self._served)
         try:
             if reply[0] == "raised":
-                raise self._error(*reply[1:])
+                error = self._error(*reply[1:])
+                if isinstance(error, StopIteration) and verb != "next":  # it would end the test's own loop
+                    raise RuntimeError("the program raised StopIteration")
+                raise error
             value = self._value(reply[1], str(number) if verb == "name" else "")
             for mine, word in zip(args[0], reply[2], strict=False):
                 if word is not None:
                     _become(mine, self._value(word, ""))
-        except (ValueError, KeyError, IndexError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
             if reply[0] == "raised":
                 raise
             raise ProgramGone(f"what the program gave is no value: {error}") from None
@@ -218,9 +255,9 @@ class Space(dict[str, Any]):
     def _imported(self, asked_for: str, module: str, name: str, number: int) -> Any:
         """What the program imported from Python's own library or, with a short name for it, as a module: as we import it."""
         if name and name == asked_for and module.partition(".")[0] in sys.stdlib_module_names:
-            return getattr(importlib.import_module(module), name)
+            return getattr(_module(module), name)
         if not name and asked_for and (asked_for == module or importlib.util.find_spec(asked_for) is None):
-            return importlib.import_module(module)
+            return _module(module)
         return Remote(self, number, name or module)
 
     def _error_class(self, number: int, name: str, base: str) -> type[Exception]:
@@ -251,7 +288,9 @@ class Space(dict[str, Any]):
                 setattr(target, name, args[1])
                 return ["gave", None]
             return ["gave", encode(getattr(target, name), self._word)]
-        except Exception as error:  # noqa: BLE001 - it is told where it was asked
+        except ProgramGone:
+            raise
+        except BaseException as error:  # noqa: BLE001 - told where it was asked; that a test handed over `sys.exit` ends no test
             return ["raised", builtin_of(type(error)), str(error)]
 
 

@@ -27,9 +27,10 @@ from actors.runtime.child import die_with_parent
 from actors.runtime.hooks import framed
 from bus.errors import MilesAsyncError
 
-Cause = Literal["ok", "raised", "exit", "deadline", "cpu", "memory", "output", "crash", "lost"]
+Cause = Literal["ok", "raised", "exit", "deadline", "cpu", "memory", "output", "crash", "lost", "unasked"]
 """ok: ran to its end. raised: an exception, its trace on stderr. exit: `sys.exit` with another code than 0. deadline, cpu (seconds
-of processor), memory, output: a limit, and it was ended. crash: a signal. lost: servers that ran nothing else died of it, twice."""
+of processor), memory, output: a limit, and it was ended. crash: a signal. lost: servers that ran nothing else died of it, twice.
+unasked: tests that ask nothing, so that there is no verdict."""
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 ROOT = str(Path(__file__).resolve().parents[2])  # of our packages; code finds them by no path

@@ -20,7 +20,7 @@ from typing import Any
 from actors.runtime import confine, zygote
 
 Answer = dict[str, Any]
-CAUSES = {0: "ok", zygote.RAISED: "raised", zygote.OUT_OF_MEMORY: "memory", -signal.SIGXCPU: "cpu"}
+CAUSES = {0: "ok", zygote.RAISED: "raised", zygote.OUT_OF_MEMORY: "memory", zygote.UNASKED: "unasked", -signal.SIGXCPU: "cpu"}
 
 
 class Gone(Exception):
@@ -145,6 +145,8 @@ class Job:
         assert status is not None
         code = os.waitstatus_to_exitcode(status)
         cause = self.over or CAUSES.get(code, "")
+        if cause == "unasked" and not self.order["tests"]:
+            cause = "exit"  # a program's own `sys.exit(103)`
         if not cause:
             cause = "exit" if code > 0 else "cpu" if code == -signal.SIGKILL else "crash"
         out, err = (bytes(text).decode(errors="replace") for text in self.texts)

@@ -23,14 +23,14 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
-from actors.runtime import confine, examined, examiner, namespaces
+from actors.runtime import confine, examined, examiner, namespaces, unasked
 
 # Imported once here, free for every piece of code.
 PRELOADED = (
     *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "io", "itertools", "operator"),
     *("re", "statistics", "string", "typing"),
 )
-RAISED, OUT_OF_MEMORY = 101, 102  # exit codes of ours
+RAISED, OUT_OF_MEMORY, UNASKED = 101, 102, 103  # exit codes of ours
 MOST_FILES = 64
 CHANNEL = 3  # descriptor between a program and its examiner
 _PR_SET_PDEATHSIG = 1
@@ -186,12 +186,21 @@ def _answer(order: Order) -> int:
 
 
 def _examine(order: Order) -> int:
+    """Tests: their text, then what it left for a test runner to call."""
     try:
-        space = examiner.Space(CHANNEL, order["code"])
+        tests = unasked.without_solution(order["code"])
+        space = examiner.Space(CHANNEL, tests)
+        sys.argv, sys.modules["__main__"] = ["tests"], examiner.Names(space)
+        if code := run_code(tests, space, name="<tests>"):
+            return code
+        calls = unasked.left_to_call(tests, space)
+    except unasked.Unasked as error:
+        print(error, file=sys.stderr)
+        return UNASKED
     except (examiner.ProgramGone, SyntaxError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return RAISED
-    return run_code(order["code"], space, name="<tests>")
+    return run_code("for one in calls: one()", {"calls": calls}, name="<calls>") if calls else 0
 
 
 _MODES: dict[str, Callable[[Order], int]] = {"run": _run, "answer": _answer, "examine": _examine}

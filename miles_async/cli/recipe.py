@@ -16,8 +16,11 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
+
+from actors.runtime.confine import OURS
 from actors.runtime.sandbox import Ran, Sandbox, SandboxUnavailable
 from miles_async.cli import recipe_absent, recipe_child, recipe_typer
 from miles_async.settings.bash_words import ARCHITECTURE
@@ -50,6 +53,28 @@ STAND_INS = (
     "miles.utils.external_utils.exec_command",
     "miles.utils.typer_utils",
 )
+
+
+class Train(TypedDict):
+    """One launch."""
+
+    line: int
+    words: str
+    program: str
+    set: dict[str, str]
+    model: str | None
+    environment: dict[str, str]
+
+
+class Answer(TypedDict):
+    """What comes out of the sandbox: the recipe may have written it itself, so it is checked."""
+
+    trains: list[Train]
+    said: str
+    asked: list[str]
+    not_run: list[tuple[str, int]]
+
+
 _ABSENT = re.compile("\ue000([^\ue001]*)\ue001")
 
 
@@ -65,7 +90,8 @@ def read_recipe(path: Path, environ: Mapping[str, str] | None = None, arguments:
     root = next((parent for parent in path.resolve().parents if (parent / "train.py").is_file()), path.resolve().parent)
     order: dict[str, Any] = {
         "path": str(path.resolve()), "root": str(root), "text": text, "sources": sources, "arguments": arguments,
-        "environ": {name: value for name, value in environ.items() if name in names or name.startswith("MILES_SCRIPT_")},
+        "environ": {name: value for name, value in environ.items()
+                    if (name in names or name.startswith("MILES_SCRIPT_")) and not name.startswith(OURS)},
         "files": {}, "folder": os.getcwd(),
         "ours": {module.__name__: _text(Path(str(module.__file__))) for module in (recipe_absent, recipe_typer, recipe_child)},
     }  # fmt: skip
@@ -79,7 +105,7 @@ def read_recipe(path: Path, environ: Mapping[str, str] | None = None, arguments:
     return _script(path, answer, environ)
 
 
-async def _asked(path: Path, order: dict[str, Any]) -> dict[str, Any]:
+async def _asked(path: Path, order: dict[str, Any]) -> Answer:
     """The recipe's answer, when it knows of each file that it asks for whether it is there."""
     async with Sandbox(width=1, memory_bytes=MEMORY_BYTES, output_bytes=OUTPUT_BYTES, deadline_s=DEADLINE_S) as sandbox:
         for _ in range(MOST_ROUNDS):
@@ -93,7 +119,7 @@ async def _asked(path: Path, order: dict[str, Any]) -> dict[str, Any]:
     raise SettingsError(f"{path} asks for ever more files", remedy="Give its flags behind `miles-async train`.")
 
 
-def _answer(path: Path, ran: Ran) -> dict[str, Any]:
+def _answer(path: Path, ran: Ran) -> Answer:
     _, mark, said = ran.stdout.rpartition(recipe_child.MARK)
     if ran.cause != "ok" or not mark:
         last = (ran.stderr.strip().splitlines() or [""])[-1][:200]
@@ -102,11 +128,25 @@ def _answer(path: Path, ran: Ran) -> dict[str, Any]:
             f"{path} did not come to its end in the sandbox: {said}",
             remedy="Give its flags behind `miles-async train`.",
         )
-    answer: dict[str, Any] = json.loads(said)
+    try:
+        plain = json.dumps(json.loads(said), ensure_ascii=False).encode(
+            errors="replace"
+        )  # halves of surrogate pairs go
+        answer = msgspec.json.decode(plain, type=Answer)
+        for train in answer["trains"]:
+            for name, value in (train["environment"] | train["set"]).items():
+                if "\0" in name + value or "=" in name or not name:
+                    raise ValueError(f"no process can have the variable {name[:40]!r} that it gives")
+            if "\0" in train["words"] + train["program"]:
+                raise ValueError("no process can have a word with a NUL in it")
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"{path} does not say what it launches: {error}", remedy="Give its flags behind `miles-async train`."
+        ) from None
     return answer
 
 
-def _script(path: Path, answer: dict[str, Any], environ: Mapping[str, str]) -> Script:
+def _script(path: Path, answer: Answer, environ: Mapping[str, str]) -> Script:
     """The words of the one train that a recipe would launch."""
     trains, said = answer["trains"], _ABSENT.sub(r"\1", answer["said"])
     if len(trains) != 1:
@@ -208,7 +248,7 @@ def _imported(source: str, package: str) -> list[str]:
     """The names of modules that a source may import, nearest first; of a source that is no Python none."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     names: list[str] = []
     for node in ast.walk(tree):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from miles_async.cli import app
+from miles_async.cli import app, recipe_child
 from miles_async.cli.recipe import read_recipe
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.script import Script
@@ -255,3 +256,36 @@ app()
     script = read(tree, text, "go", "4", "-c", "y", "--no-fast")
     assert [word.text for word in script.words] == ["--steps", "8", "--name", "y", "--fast", "False"]
     assert any("rm (line" in note for note in script.notes)
+
+
+FORGED = "import json, os\nos.write(1, ({!r} + {}).encode())\nos._exit(0)"
+FINE = {"line": 1, "words": "--a 1", "program": "train.py", "set": {}, "model": None, "environment": {}}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "'{'",
+        "'[' * 100000",
+        repr(json.dumps({"trains": 5})),
+        repr(json.dumps({"trains": [{**FINE, "environment": {"A": 1}}], "said": "", "asked": [], "not_run": []})),
+        repr(json.dumps({"trains": [{**FINE, "environment": {"A": "\0"}}], "said": "", "asked": [], "not_run": []})),
+        repr(json.dumps({"trains": [{**FINE, "environment": {"A=B": ""}}], "said": "", "asked": [], "not_run": []})),
+        repr(json.dumps({"trains": [{**FINE, "words": "--a \0"}], "said": "", "asked": [], "not_run": []})),
+    ],
+)
+def test_an_answer_that_a_recipe_forged_is_refused(tree: Path, said: str) -> None:
+    with pytest.raises(SettingsError, match="does not say what it launches"):
+        read(tree, FORGED.format(recipe_child.MARK, said))
+
+
+def test_a_source_that_no_parser_takes_is_told(tree: Path) -> None:
+    with pytest.raises(SettingsError, match="launches no train"):
+        read(tree, "-" * 200_000 + "1")
+
+
+def test_the_runs_own_secrets_reach_no_recipe(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILES_ASYNC_JUDGE_KEY", "zebracrossing")
+    with pytest.raises(SettingsError) as told:
+        read(tree, "import os\nraise SystemExit(str(os.environ.get('MILES_ASYNC_JUDGE_KEY')))")
+    assert "zebracrossing" not in str(told.value)
