@@ -188,7 +188,7 @@ def _answer(order: Order) -> int:
 def _examine(order: Order) -> int:
     try:
         space = examiner.Space(CHANNEL, order["code"])
-    except (examiner.ProgramGone, SyntaxError, ValueError) as error:
+    except (examined.ProgramGone, SyntaxError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return RAISED
     return run_code(order["code"], space, name="<tests>")
