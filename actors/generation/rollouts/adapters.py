@@ -41,7 +41,7 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
         return ours  # it tells no signature
     needed = sum(p.default is p.empty for p in given)
     if needed == 2 and given[0].name != "args":
-        return program
+        return ours
 
     async def program(task: Task, session: Session) -> list[Trajectory]:
         sample, turns = MilesSample.of(task, task.prompt), list[Said]()
