@@ -15,6 +15,7 @@ from typing import Literal
 from actors.reward import mathfind
 from actors.reward.mathexpr import is_literal, is_reduced
 from actors.reward.mathfind import last_boxed, reference_answer
+from actors.reward.mathnumber import Value
 from actors.reward.mathparts import interval_of, is_equation, members_of, parts_of, sides_of
 from actors.reward.mathread import (
     agree,
@@ -39,7 +40,7 @@ from actors.reward.mathtext import (
     strip_modulus,
     words_of,
 )
-from actors.reward.mathvalue import POINTS, Value, ratio, same
+from actors.reward.mathvalue import POINTS, ratio, same
 
 __all__ = ["final_answer", "last_boxed", "readable_reference", "reference_answer", "verdict"]
 

@@ -9,8 +9,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from actors.reward.mathexpr import KNOWN_COMMANDS, Node, NoExpression, TooLarge, Unknown, is_constant, nodes, parse
+from actors.reward.mathnumber import Value
 from actors.reward.mathtext import fold, is_text, split_unit, words_of
-from actors.reward.mathvalue import BELOW_ZERO, POINTS, Value, evaluate, same
+from actors.reward.mathvalue import BELOW_ZERO, POINTS, evaluate, same
 
 _NAME = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()=]*\))?")
 _POINT = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")

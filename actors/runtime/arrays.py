@@ -20,7 +20,7 @@ MOST_LANES = 1 << 20  # bytes looked at as one number: what is kept to look with
 def _beyond(bound: float) -> int:
     """Bits of the first float32 above `bound`, which no float32 equals: its nearest one may itself be above."""
     nearest = struct.pack("<f", bound)
-    return int.from_bytes(nearest, "little") + (struct.unpack("<f", nearest)[0] < bound)
+    return int.from_bytes(nearest, "little") + int(struct.unpack("<f", nearest)[0] < bound)
 
 
 _TOO_LOW, _TOO_HIGH = _beyond(-LOGPROB_LOW), _beyond(LOGPROB_HIGH)

@@ -155,7 +155,8 @@ async def working(work: Work, does: Coroutine[Any, Any, T]) -> T:
         return await does
     token = _work.set(label)
     try:
-        return await _Marked(does, label)
+        given: T = await _Marked(does, label)
+        return given
     finally:
         _work.reset(token)
 

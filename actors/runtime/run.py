@@ -35,7 +35,8 @@ from actors.runtime.leftovers import ends_with_us
 from actors.runtime.loop import run_loop
 from actors.runtime.loopwatch import watched
 from actors.runtime.priority import ACTOR_NICE, lower_to
-from actors.runtime.refusals import Refused, RunEnds
+from actors.runtime.refusals import Refused as Refused
+from actors.runtime.refusals import RunEnds as RunEnds
 from actors.runtime.usage import tell_usage
 from bus import Bus
 from bus.errors import BusRefused, BusUnreachable, BusWentBack, Garbage, MilesAsyncError, NameTaken, printable

@@ -197,7 +197,7 @@ def _examine(order: Order) -> int:
     except unasked.Unasked as error:
         print(error, file=sys.stderr)
         return UNASKED
-    except (examiner.ProgramGone, SyntaxError, ValueError) as error:
+    except (examined.ProgramGone, SyntaxError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return RAISED
     return run_code("for one in calls: one()", {"calls": calls}, name="<calls>") if calls else 0

@@ -52,7 +52,7 @@ def _check_terminal() -> None:
 
 def _ended(folder: Path | None) -> bool:
     """Whether the launcher has gone, with its own Redis, and left what that kept."""
-    from actors.runtime.host import is_alive
+    from actors.runtime.child import is_alive
     from miles_async.console.attach import launcher_pid
 
     pid = launcher_pid(folder)

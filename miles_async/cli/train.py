@@ -25,7 +25,7 @@ OPTIONS = """\
   --help GROUP      The flags of one table.            --help all      All of them.
   --help WORD       Flags with that word in their name or meaning, e.g. --help staleness.
   --explain FLAG    What a flag does, its range and default, whether it is live, which rules look at it, what it is in Miles.
-  --from-miles FILE Take the flags of Miles' launch script (read, not run) or recipe (run in the sandbox): what each became. 'FILE ARG ...'
+  --from-miles FILE The flags of Miles' launch script (read, not run) or recipe (run in the sandbox). With arguments: 'FILE ARG ...'
   --help miles      Each flag of Miles: ours, or why not.
 
 A list takes all words up to the next flag. A boolean also takes =true or =false. `none` unsets an optional value. Flags marked

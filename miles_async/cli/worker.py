@@ -178,8 +178,8 @@ async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
 
     import msgspec
 
-    from actors.generation.actor import GenerationSpec
     from actors.generation.actor import run as room
+    from actors.generation.spec import GenerationSpec
     from actors.runtime.deadline import beside
     from actors.runtime.run import EXIT_DONE, EXIT_NAME_TAKEN, log_to_stderr, run_process
     from bus.errors import BusRefused

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from actors.environments.actor import EnvironmentsSpec
-from actors.evaluator.actor import EvalSet, EvaluatorSpec
+from actors.evaluator.actor import EvaluatorSpec
+from actors.evaluator.sets import EvalSet
 from actors.filter.actor import FilterSpec
 from actors.partial.actor import PartialSpec
 from actors.publisher.actor import PublisherSpec

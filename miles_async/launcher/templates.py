@@ -9,7 +9,8 @@ from pathlib import Path
 
 from actors.generation.endpoint.rehearsal import rehearse_dialogue, rehearse_tools
 from actors.runtime.chat import BadChat, Chat
-from actors.runtime.prompts import Tokenizer, parts_of
+from actors.runtime.parts import parts_of
+from actors.runtime.prompts import Tokenizer
 from actors.runtime.rows import Placed
 from actors.runtime.run import Refused
 from actors.runtime.tools import SHIPPED

@@ -18,7 +18,7 @@ _ROUNDS = 5
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
     """Matrices [N, R, C], float32, with singular values near 1 and the same singular vectors; a zero matrix stays zero."""
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
+    x: torch.Tensor = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     a, b, c = _QUINTIC
     for _ in range(_ROUNDS):

@@ -93,7 +93,8 @@ def _router(v: Values) -> bool:
 
 def reward_hook(values: Mapping[str, Any]) -> str | None:
     """A function of the user's that is given all rewards of a group."""
-    return values["custom_reward_post_process_path"] or values["custom_convert_samples_to_train_data_path"]
+    path: str | None = values["custom_reward_post_process_path"] or values["custom_convert_samples_to_train_data_path"]
+    return path
 
 
 def needs_whole_groups(values: Mapping[str, Any]) -> bool:

@@ -139,7 +139,9 @@ def typed(field: str, words: tuple[str, ...]) -> bool | int | float | str | tupl
     [word] = words
     if kind == "bool":
         return {"true": True, "false": False}[word.lower()]
-    return {"int": int, "float": float}.get(kind, str)(word)
+    if kind == "int":
+        return int(word)
+    return float(word) if kind == "float" else word
 
 
 def asked_for(values: Mapping[str, object]) -> str:

@@ -65,7 +65,9 @@ async def test_a_crowd_that_shows_no_key_takes_no_call_of_an_agent_away(chat: Ch
 
 
 @asynccontextmanager
-async def listening(*, most: int = 4, within_s: float = 0.2, grace_s: float = 0.0) -> AsyncIterator[tuple[int, list[str], asyncio.Event]]:
+async def listening(
+    *, most: int = 4, within_s: float = 0.2, grace_s: float = 0.0
+) -> AsyncIterator[tuple[int, list[str], asyncio.Event]]:
     """A server that admits who shows `key`, and answers `/slow` once the event is set."""
     said: list[str] = []
     go = asyncio.Event()

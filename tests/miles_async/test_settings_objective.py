@@ -19,6 +19,7 @@ from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import load, settings_from
 from miles_async.settings.rules import notes
 from miles_async.settings.run import RunSettings
+from tests.declared import PLACE
 from tests.warm.launched import warmed
 
 BASE: dict[str, Any] = {

@@ -97,4 +97,5 @@ def _checked(tags: Iterable[str]) -> set[str]:
 
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).split(PIECE)
+    pieces: tuple[Tensor, ...] = torch.empty(0, dtype=torch.uint8).set_(storage).split(PIECE)
+    return pieces

@@ -34,13 +34,14 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
     """The program named by a dotted path. `values`: settings by name and those of --custom-config-path, for Miles' `args`; `decode`
     makes the text of an answer. Raises Refused when it cannot be loaded."""
     hook = load_hook(path)
+    ours: Program = hook  # if its arguments are
     try:
         given = [p for p in inspect.signature(hook).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     except (TypeError, ValueError):
-        return hook  # it tells no signature
+        return ours  # it tells no signature
     needed = sum(p.default is p.empty for p in given)
     if needed == 2 and given[0].name != "args":
-        return hook
+        return ours
 
     async def program(task: Task, session: Session) -> list[Trajectory]:
         sample, turns = MilesSample.of(task, task.prompt), list[Said]()

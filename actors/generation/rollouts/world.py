@@ -103,7 +103,8 @@ class Worlds:
     async def ask(self, call: EnvironmentCall) -> EnvironmentAnswer:
         """The room's answer; the caller has a deadline."""
         name = next(self._names)
-        asked = self._waiting[name] = asyncio.get_running_loop().create_future()
+        asked: asyncio.Future[EnvironmentAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = asked
         try:
             await self._context.bus.append([Out(ENV_CALLS, msgspec.structs.replace(call, asked=name))], repeatable=True)
             return await asked

@@ -28,7 +28,8 @@ from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.layout import Layout
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.torch_dist import RELEASE, TRACKER, check, iteration, plain
-from actors.trainer.training.export import TOKENIZER_FILES, bucketed
+from actors.trainer.training.export import TOKENIZER_FILES
+from actors.trainer.transports.flat import bucketed
 
 SHARD_BYTES = 4 << 30
 TYPES = "hf_types.json"

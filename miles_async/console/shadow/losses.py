@@ -24,7 +24,7 @@ from actors.trainer.backends import open_backend
 from actors.trainer.checkpoint import iter_dir
 from actors.trainer.hooks import install
 from actors.trainer.objective import finish, policy_loss, prepare_batch
-from actors.trainer.objective.loss import ObjectiveConfig
+from actors.trainer.objective_config import ObjectiveConfig
 from actors.trainer.record import RecordedBatch
 from actors.trainer.replay import batch_of
 from actors.trainer.training.step import settle_objective
