@@ -42,7 +42,7 @@ class Chat:
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # files of others, which transformers looks into as it goes: KeyError, ImportError, ...
             says = " ".join(str(error).split())[:300]
             raise BadChat(f"the tokenizer in {directory} cannot be loaded: {type(error).__name__}: {says}") from error
         self._kwargs = dict(kwargs or {})
