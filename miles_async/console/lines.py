@@ -87,11 +87,12 @@ def banner(settings: RunSettings) -> str:
     return "\n".join([*lines, "checking model and data, then Redis and the actors are started"])
 
 
-def starting(roles: Iterable[str], groups: int, *, engines: bool = True) -> str:
-    """Which actors are being started, and what the first step waits for; `engines`: whether the run has any."""
+def starting(roles: Iterable[str], settings: RunSettings) -> str:
+    """Which actors are being started, and what the first step waits for."""
     count = Counter(roles)
     said = ", ".join(role if n == 1 else f"{role} ×{n}" for role, n in count.items())
-    weights = "engines with the weights, then for " if engines else ""
+    groups = settings.rollout.rollout_batch_size
+    weights = "engines with the weights, then for " if settings.sglang.engine != "none" else ""
     return f"starting {said}; the first step waits for {weights}{plural(groups, 'scored group')}"
 
 

@@ -230,9 +230,9 @@ def test_a_run_says_at_once_what_it_is_and_what_it_starts(tmp_path, capsys):
     alone = settings_from(hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=3, **supervised)
     said = {line.split()[0]: line.split(maxsplit=1)[1] for line in banner(alone).splitlines()[1:-1]}
     assert said["workers"] == "1 generation worker, no engines" and said["data"] == "x.jsonl, its responses are learned"
-    text = starting(["trainer", "generation"], 2, engines=False)
-    assert text == "starting trainer, generation; the first step waits for 2 scored groups"
-    text = starting(["trainer", "generation", "generation"], 2)
+    text = starting(["trainer", "generation"], alone)
+    assert text == "starting trainer, generation; the first step waits for 32 scored groups"
+    text = starting(["trainer", "generation", "generation"], SETTINGS)
     assert text == "starting trainer, generation ×2; the first step waits for engines with the weights, then for 2 scored groups"
 
 
