@@ -19,6 +19,10 @@ from actors.runtime.template import BadChat, Ending, Message, Shape, Template, s
 __all__ = ["BadChat", "Chat", "Message", "NotAppendOnly", "Piece"]
 
 
+class BadTokenizer(BadChat):
+    """A model's tokenizer cannot be loaded."""
+
+
 class NotAppendOnly(BadChat):
     """A dialogue that does not go on behind its own tokens. `index`: the message that is another, or is rendered anew."""
 
@@ -42,9 +46,9 @@ class Chat:
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # files of others, which transformers looks into as it goes: KeyError, ImportError, ...
             says = " ".join(str(error).split())[:300]
-            raise BadChat(f"the tokenizer in {directory} cannot be loaded: {type(error).__name__}: {says}") from error
+            raise BadTokenizer(f"the tokenizer in {directory} cannot be loaded: {type(error).__name__}: {says}") from error
         self._kwargs = dict(kwargs or {})
         if template_path:
             try:

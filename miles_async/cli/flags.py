@@ -7,7 +7,7 @@ word up to the next flag; the last of repeated flags counts. Generated from the 
 """
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,6 +73,7 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
     refused = Refusals() if found is None else found
     rest = _Words(words)
     last = ""  # the flag that the next word stands behind, which takes none
+    missing: dict[str, list[str]] = {}  # why -> the flags of Miles that are not here for it
     for word in rest:
         behind, last = last, word if word.startswith("--") else ""
         if word in switches:
@@ -99,11 +100,28 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
             try:
                 values.append(_flag_value(word, rest, switches))
             except SettingsError as error:
-                refused.found.append(error)
+                if why := _why_missing(flag):
+                    missing.setdefault(why, []).append(flag)
+                else:
+                    refused.found.append(error)
                 list(_all_words(rest))  # its values
+    refused.found += [_missing(flags, why) for why, flags in missing.items()]
     if found is None:
         refused.raise_all()
     return Parsed(tuple(positional), tuple(values), frozenset(given), tuple(notes))
+
+
+def _why_missing(flag: str) -> str:
+    """Why a flag of Miles is none here; empty for any other flag."""
+    known = flag in (*_flags(), *SPELT) or flag.removeprefix("--").replace("-", "_") in GONE or passed_on(flag) is not None
+    return "" if known else why_not(flag)
+
+
+def _missing(flags: Sequence[str], why: str) -> SettingsError:
+    """One line for what one thing asks for, however many flags it has."""
+    one = len(flags) == 1
+    said = f"{flags[0]} is not a flag" if one else f"{', '.join(flags[:-1])} and {flags[-1]} are not flags"
+    return SettingsError(said, remedy=f"Miles has {'it' if one else 'them'}. {why}")
 
 
 def _stray(word: str, flag: str) -> SettingsError | None:
@@ -149,9 +167,8 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
         words = (inline,) if equals else tuple(_all_words(rest))
         return FlagValue(names()[passed[0]], words, flag)
     if flag not in _flags():
-        why = "" if flag.removeprefix("--").replace("-", "_") in GONE else why_not(flag)
         close = nearest(flag, [*_flags(), *switches], cutoff=ALIKE) or "See train --help."
-        raise SettingsError(f"{flag} is not a flag", remedy=f"Miles has it. {why}" if why else close)
+        raise SettingsError(f"{flag} is not a flag", remedy=close)
     spec, positive = _flags()[flag]
     if spec.kind == "bool":
         if equals and not positive:

@@ -67,16 +67,18 @@ def ledger_line(snapshot: Snapshot, unsaved_groups: int = 0) -> str:
 def banner(settings: RunSettings) -> str:
     """What a run is, said before anything takes time: model, data, workers, trainer, folder; then what is done first."""
     r, s, perf = settings.rollout, settings.sglang, settings.perf
-    rewards = r.custom_rm_path or r.rm_type or "the data's own"
+    scored = f"rewards by {r.custom_rm_path or r.rm_type or 'the data itself'}"
+    learned = "its responses are learned" if settings.flat.supervised else scored
     external = f" and {plural(n, 'running engine')}" if (n := len(s.rollout_external_engine_addrs)) else ""
     gpus = f" on {plural(len(s.rollout_gpu_ids), 'GPU')}" if s.rollout_gpu_ids else ""
+    engines = f"{'no' if s.engine == 'none' else s.engine} engines"
     steps = plural(r.num_rollout, "step") if r.num_rollout else "epochs"
     facts = {
         "model": settings.model.hf_checkpoint,
-        "data": f"{r.prompt_data or r.data_source_path}, rewards by {rewards}",
+        "data": f"{r.prompt_data or r.data_source_path}, {learned}",
         "plan": f"{steps} of {r.rollout_batch_size} prompts × {r.n_samples_per_prompt} answers, staleness at most "
         f"{r.max_weight_staleness}",
-        "workers": f"{plural(s.num_generation_workers, 'generation worker')}{external}, {s.engine} engines{gpus}",
+        "workers": f"{plural(s.num_generation_workers, 'generation worker')}{external}, {engines}{gpus}",
         "trainer": f"{perf.train_backend}, {plural(settings.flat.train_ranks, 'rank')}",
         "folder": str(settings.run_dir),
         "bus": without_secrets(settings.bus.bus_url) if settings.bus.bus_url else "a Redis of its own in the folder",
@@ -85,11 +87,13 @@ def banner(settings: RunSettings) -> str:
     return "\n".join([*lines, "checking model and data, then Redis and the actors are started"])
 
 
-def starting(roles: Iterable[str], groups: int) -> str:
+def starting(roles: Iterable[str], settings: RunSettings) -> str:
     """Which actors are being started, and what the first step waits for."""
     count = Counter(roles)
     said = ", ".join(role if n == 1 else f"{role} ×{n}" for role, n in count.items())
-    return f"starting {said}; the first step waits for engines with the weights, then for {plural(groups, 'scored group')}"
+    groups = settings.rollout.rollout_batch_size
+    weights = "engines with the weights, then for " if settings.sglang.engine != "none" else ""
+    return f"starting {said}; the first step waits for {weights}{plural(groups, 'scored group')}"
 
 
 def step_line(step: Step, history: History, *, total_steps: int) -> str:

@@ -199,7 +199,7 @@ class Launcher:
         for name, role, room in (recorder, *room_specs(settings, self._place, evaluating=await is_evaluating(bus))):
             supervisor.add(actor_spec(settings, self._place, bus.config, name, role, room))
         if settings.launch.console != "none":
-            print(starting((k.spec.role for k in supervisor.kept.values()), settings.rollout.rollout_batch_size), flush=True)
+            print(starting((k.spec.role for k in supervisor.kept.values()), settings), flush=True)
         await placer.open()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

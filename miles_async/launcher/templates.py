@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from actors.generation.endpoint.rehearsal import rehearse_dialogue, rehearse_tools
-from actors.runtime.chat import BadChat, Chat
+from actors.runtime.chat import BadChat, BadTokenizer, Chat
 from actors.runtime.parts import parts_of
 from actors.runtime.prompts import Tokenizer
 from actors.runtime.rows import Placed
@@ -40,6 +40,8 @@ def check_template(settings: RunSettings, rows: Sequence[Placed]) -> tuple[str, 
     directory, notes = Path(settings.model.hf_checkpoint), list[str]()
     try:
         chat = chat_of(settings, directory)
+    except BadTokenizer as error:
+        raise flat.refusal("hf_checkpoint", str(error), "Give a directory with a tokenizer that transformers loads.") from None
     except BadChat as error:
         field = "apply_chat_template" if r.apply_chat_template else "custom_agent_function_path"
         raise flat.refusal(field, str(error), f"{OTHER_TEMPLATE}.") from None

@@ -54,7 +54,7 @@ def engines_are_where_the_trainer_is(s: Flat) -> None:
     if s.update_weight_transport == "nccl":
         why = "NCCL joins no two processes on one GPU (colocate = true)"
         raise s.refusal("update_weight_transport", why, "Set --update-weight-transport ipc or disk.")
-    if s.engine != "sglang":
+    if s.engine != "sglang" or (s.launcher == "ray" and s.actor_num_nodes > 1):  # which is refused whatever its engines are
         return
     if ours % s.rollout_num_gpus_per_engine:
         why = f"with colocate an engine has GPUs of one node of the trainer, actor_num_gpus_per_node = {ours}"

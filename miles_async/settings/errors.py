@@ -63,8 +63,8 @@ class Refusals:
 
     def raise_all(self) -> None:
         """SettingsError if anything was refused."""
-        if self.found:
-            raise self.found[0] if len(self.found) == 1 else SeveralErrors(self.found)
+        if found := list({str(error): error for error in self.found}.values()):  # two checks may look at one thing
+            raise found[0] if len(found) == 1 else SeveralErrors(found)
 
 
 def refusal(field: str, value: object, problem: str, remedy: str) -> SettingsError:

@@ -60,6 +60,7 @@ NEEDLESS: dict[str, str] = {
     "--enable-experimental": "what this backend has of Megatron needs no such switch",
     "--no-position-embedding": "positions are rotations in all families, and no table of them is learned",
     "--auto-detect-ckpt-format": _BUILTIN,
+    "--enable-mtp-training": "--mtp-num-layers says whether there are layers to predict several tokens",
 }
 """Bare flags of Miles that are taken, and have nothing left to do -> why."""
 NEEDLESS_VALUES: dict[str, str] = {
@@ -92,7 +93,6 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
         "The architecture comes from config.json of --hf-checkpoint; leave it out.",
         "--padded-vocab-size --mtp-*",
     ),
-    ("Layers that predict several tokens are not trained.", "--enable-mtp-training"),
     ("Matrices are multiplied in bfloat16; FP8 is for engines.", "--fp8-format"),
     (
         "The Megatron backend has nothing like it.",

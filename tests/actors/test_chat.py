@@ -100,5 +100,10 @@ def test_template_file_keywords_and_tools_reach_the_rendering(tmp_path: Path) ->
     assert make(tmp_path, CHATML, template_path=str(own)).text(said("u 1")) == "1"
     with pytest.raises(BadChat, match=r"chat-template-path '.*gone.jinja'"):
         make(tmp_path, CHATML, template_path=str(tmp_path / "gone.jinja"))
+    for wrong in ("{}", "[]", '{"added_tokens": 1, "model": {}}', "no JSON"):
+        (tmp_path / "tokenizer.json").write_text(wrong)
+        with pytest.raises(BadChat, match=r"the tokenizer in .* cannot be loaded: ") as caught:
+            Chat(str(tmp_path))
+        assert "\n" not in str(caught.value)
     with pytest.raises(BadChat, match="UndefinedError"):
         make(tmp_path, "{{ messages[9].content.x }}").render(said("u 1"))

@@ -20,6 +20,7 @@ from miles_async.console.lines import banner, starting
 from miles_async.console.live import run_console
 from miles_async.console.top.page import Page
 from miles_async.console.web.hub import Hub
+from miles_async.settings.load import settings_from
 from tests.actors.house import until
 from tests.miles_async.console_data import SETTINGS, TOKENS, Story, config, rollout, step_done, vitals
 
@@ -225,7 +226,13 @@ def test_a_run_says_at_once_what_it_is_and_what_it_starts(tmp_path, capsys):
     assert said["plan"] == "3 steps of 2 prompts × 8 answers, staleness at most 1"
     assert said["workers"] == "2 generation workers, embedded engines" and said["trainer"] == "torch, 1 rank"
     assert said["folder"] == str(SETTINGS.run_dir) and said["bus"].startswith("a Redis of its own")
-    text = starting(["trainer", "generation", "generation"], 2)
+    supervised = {"loss_type": "sft", "n_samples_per_prompt": 1, "engine": "none"}
+    alone = settings_from(hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=3, **supervised)
+    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in banner(alone).splitlines()[1:-1]}
+    assert said["workers"] == "1 generation worker, no engines" and said["data"] == "x.jsonl, its responses are learned"
+    text = starting(["trainer", "generation"], alone)
+    assert text == "starting trainer, generation; the first step waits for 32 scored groups"
+    text = starting(["trainer", "generation", "generation"], SETTINGS)
     assert text == "starting trainer, generation ×2; the first step waits for engines with the weights, then for 2 scored groups"
 
 

@@ -66,9 +66,37 @@ def test_flags_that_have_nothing_to_do_are_taken_and_told() -> None:
 def test_the_recipes_own_flags_are_refused_with_the_reason() -> None:
     refused = Refusals()
     parse_flags(OF_RECIPES.split(), frozenset(), refused)
-    assert len(refused.found) == len(OF_RECIPES.split("--")) - 2  # --num-gpus-per-node is taken without effect
-    for error in refused.found:
-        assert re.search(r"Miles has it\. It is of a recipe that starts train\.py", str(error)), error
+    [error] = refused.found
+    assert re.search(r"are not flags\. Miles has them\. It is of a recipe that starts train\.py", str(error)), error
+    named = {word for word in OF_RECIPES.split() if word.startswith("--")} - {"--num-gpus-per-node"}  # taken without effect
+    assert {word.strip(",") for word in str(error).partition(".")[0].split() if word.startswith("--")} == named
+
+
+def test_flags_of_one_thing_are_refused_in_one_line() -> None:
+    refused = Refusals()
+    words = "--update-weight-mode delta --fp8-format e4m3 --update-weight-delta-encoding x --rollout-bach-size 4 --lr 1e-6"
+    assert [value.spec.name for value in parse_flags(words.split(), frozenset(), refused).values] == ["lr"]
+    heads = sorted(str(error).partition(".")[0] for error in refused.found)
+    assert heads == [
+        "--fp8-format is not a flag",
+        "--rollout-bach-size is not a flag",
+        "--update-weight-mode and --update-weight-delta-encoding are not flags",
+    ]
+
+
+def test_layers_that_predict_several_tokens_are_refused_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        settings_of("qwen3-4b", "--mtp-num-layers 1 --enable-mtp-training")
+    assert "mtp_num_layers = 1: layers that predict several tokens are not trained" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_two_checks_refuse_alike_is_told_once() -> None:
+    refused = Refusals()
+    refused.found += [SettingsError("a", field="lr"), SettingsError("a", field="lr"), SettingsError("b", field="lr")]
+    with pytest.raises(SettingsError) as caught:
+        refused.raise_all()
+    assert str(caught.value).splitlines() == ["lr: a.", "lr: b."]
 
 
 def test_details_are_dumped_where_they_are_asked_for() -> None:

@@ -130,3 +130,9 @@ def test_lent_gpus_have_engines_beside_those_of_the_run(tmp_path: Path, offload:
 )
 def test_what_cannot_be(tmp_path: Path, flags: str, says: str) -> None:
     assert says in refusal(tmp_path, flags=flags)
+
+
+def test_engines_over_nodes_are_refused_by_that_alone(tmp_path: Path) -> None:
+    flags = "--colocate --engine sglang --launcher ray --actor-num-nodes 4 --actor-num-gpus-per-node 8"
+    said = refusal(tmp_path, flags=f"{flags} --rollout-num-gpus-per-engine 32 --rollout-num-gpus 32")
+    assert said.startswith("colocate = true: engines on the trainer's GPUs are placed with it") and "\n" not in said

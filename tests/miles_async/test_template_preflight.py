@@ -81,6 +81,9 @@ def test_a_template_that_cannot_be_gone_on_with_is_refused(tmp_path: Path) -> No
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(SettingsError, match=r"apply_chat_template.*no chat template.*--chat-template-path"):
         preflight(settings_from(**settings_of(tmp_path)))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(SettingsError, match=r"^hf_checkpoint = .* the tokenizer in .* cannot be loaded: .* transformers loads\.$"):
+        preflight(settings_from(**settings_of(tmp_path)))
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
