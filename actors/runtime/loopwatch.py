@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import mmap
 import os
 import subprocess
@@ -60,6 +61,7 @@ class _Watch:
     def _start(self) -> None:
         rows, stacks = self._rows_file.fileno(), self._stacks.fileno()
         self._began = time.monotonic()
+        former = self._process
         self._process = subprocess.Popen(
             [*PYTHON, "actors.runtime.loopwatch_child"],
             stdin=subprocess.PIPE,
@@ -69,6 +71,8 @@ class _Watch:
             env={name: value for name, value in os.environ.items() if name != MARK},
             cwd="/",
         )
+        if former is not None and former.stdin is not None:
+            former.stdin.close()
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
         bus = msgspec.to_builtins(self._spec.bus)
@@ -87,13 +91,20 @@ class _Watch:
             os.write(self._process.stdin.fileno(), line + b"\n")
 
     async def beat(self) -> NoReturn:
-        """Until cancelled; a watch that has gone (killed for want of memory) is replaced."""
+        """Until cancelled; a watch that has gone (killed for want of memory) is replaced, if not now (no process may be started, no
+        file opened), then later: the actor itself goes on."""
         every_s = min(1.0, self._deadline_s / 10)
         while True:
             self._write(b"")
             assert self._process is not None
             if self._process.poll() is not None and time.monotonic() - self._began > AGAIN_S:
-                self._start()
+                try:
+                    self._start()
+                except OSError as error:
+                    again = f"the event loop is watched by nobody for another {AGAIN_S:.0f} s"
+                    logging.getLogger(self._spec.name).warning(
+                        "no process can be started: %s; %s", error.strerror or error, again
+                    )
             await asyncio.sleep(every_s)
 
     def close(self) -> None:

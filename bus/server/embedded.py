@@ -28,12 +28,12 @@ from redis.retry import Retry
 
 from bus.errors import BusRefused, BusUnreachable
 from bus.private import is_private, private_directory
+from bus.server.appendonly import DAMAGED, damage_in, shorten
 from bus.server.binary import PATH_NAMES, ServerBinary, find_server
 
 SOCKET_PATH_MAX_BYTES = 107  # sockaddr_un.sun_path, less its closing zero
 START_DEADLINE_S = 120.0  # in which a server answers, or reads more of its append-only file
 STOP_DEADLINE_S = 20.0
-DAMAGED = "Move the folder redis of the run away: the train command then goes on from its newest checkpoint."
 _ASK_DEADLINE_S = 2.0
 _LOADING_DEADLINE_S = 20.0  # a server that reads its file answers between two parts of it
 _PAUSE_S = 0.01
@@ -188,10 +188,12 @@ class EmbeddedRedis:
 
     def _spawn(self, lock: int, late: Callable[[], bool]) -> None:
         binary = self._binary or find_server()
+        shorten(self.home)
         socket = self._choose_socket()
         config = self.home / "redis.conf"
         config.write_text(self._config(socket), encoding="utf-8", errors="surrogateescape")
         with self.log_path.open("ab") as log:
+            said_before = log.tell()
             self._child = subprocess.Popen(
                 [str(binary.path), str(config)],
                 stdin=subprocess.DEVNULL,
@@ -208,8 +210,8 @@ class EmbeddedRedis:
             code = self._child.poll()
             if code is not None:
                 self._forget()
-                said = self._last_log_line()
-                remedy = f" Its file is damaged. {DAMAGED}" if "Bad file format" in said else ""
+                damage = damage_in(self.log_path, said_before)
+                said, remedy = (damage, f" Its file is damaged. {DAMAGED}") if damage else (self._last_log_line(), "")
                 raise BusRefused(
                     f"{binary.path} exited with {code} in {self.directory}: {said}. Read {self.log_path}.{remedy}"
                 )

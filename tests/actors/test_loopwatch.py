@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from actors.reward.pool import VerifierPool
 from actors.reward.sample import Sample
+from actors.runtime import loopwatch
 from actors.runtime.loopwatch_child import Look, Row, Work, blamed, counted, loads, places
 from bus import Bus
 from bus.errors import DeadlineExceeded
@@ -162,6 +164,28 @@ async def test_the_watch_ends_with_its_process(redis_url: str, run_name: str, tm
                 await asyncio.sleep(0.05)
 
 
+async def test_an_actor_goes_on_without_a_watch_while_none_can_be_started(
+    redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loopwatch, "AGAIN_S", 0.1)
+    me, (soft, hard) = os.getpid(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with open_bus(redis_url, run_name) as bus:
+        spec = actor_of(name="w0", role="generation", bus=bus.config, loop_deadline_s=DEADLINE_S)
+        async with loopwatch.watched(spec):
+            first = _child_of(me)
+            os.kill(first, signal.SIGKILL)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # what is open stays
+            try:
+                await until(lambda: _true("no process can be started: Too many open files" in caplog.text))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await until(lambda: _true(_child_of(me) not in (0, first)))
+
+
+async def _true(seen: bool) -> bool:
+    return seen
+
+
 def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -171,7 +195,7 @@ def _state(pid: int) -> str:
 
 def _child_of(pid: int) -> int:
     found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
-    return next(int(line.split()[0]) for line in found.splitlines() if "loopwatch_child" in line)
+    return next((int(line.split()[0]) for line in found.splitlines() if "loopwatch_child" in line), 0)
 
 
 def test_time_counts_only_while_a_loop_could_run() -> None:

@@ -29,6 +29,8 @@ VARIANTS = (
     *("actors_start", "again_and_again", "together_with", "longer_than_a_lease", "while[read-only]", "in-an-activation"),
     *("a-scorer", "its-acknowledgement", "the-sampler", "under_its_worker[19]", "outlives"),
     *("a_run_that_ends_anywhere", "tuned_killed_and_stopped"),
+    *("full_for_half_a_minute", "shared_memory_that_is", "256_files", "clock_is_set", "for_a_minute["),
+    *("files_is_gone", "ends_in_zeros"),
 )
 """Parts of the names of cases that come close to another one of the matrix."""
 

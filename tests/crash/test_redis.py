@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from actors.runtime.run import EXIT_BUS_GONE
 from miles_async.launcher.run import RESUME
 from tests.crash.conftest import Launch
 from tests.crash.house import LEASE_S, Run, Tables, merged, until
@@ -130,6 +131,54 @@ def test_it_comes_back_empty(checkpoint: str, run_of: Launch) -> None:
     run.finish()
     judge(run, whole_policy=False)
     assert run.output().count("came back without this run") == 1
+
+
+def incremental(files: Path) -> Path:
+    [found] = files.glob("*.incr.aof")
+    return found
+
+
+def half_a_command_and_zeros(files: Path) -> None:
+    file = incremental(files)
+    os.truncate(file, file.stat().st_size - 30)
+    with file.open("ab") as opened:
+        opened.write(bytes(1 << 16))
+
+
+@pytest.mark.slow
+def test_its_file_ends_in_zeros(run_of: Launch) -> None:
+    """A power cut of a file system that gives a file its blocks first."""
+    run = run_of(LONG)
+    run.start()
+    run.until_step(3)
+    came_back(run, half_a_command_and_zeros)
+    run.finish()
+    judge(run, whole_policy=False)
+    assert "bytes of zeros were cut off" in (run.dir / "redis" / "redis.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["incr.aof", "base.rdb", "manifest"])
+def test_a_part_of_its_files_is_gone(part: str, run_of: Launch) -> None:
+    """The run ends with the remedy in one line; with it, the same command goes on."""
+    run = run_of(LONG)
+    run.start()
+    run.until_step(3)
+    run.until("a checkpoint", lambda: run.saved() > 0)
+
+    def without(files: Path) -> None:
+        [file] = files.glob(f"*.{part}")
+        os.truncate(file, file.stat().st_size - 10) if part == "manifest" else file.unlink()
+
+    came_back(run, without)
+    assert run.join() == EXIT_BUS_GONE
+    last = run.output().strip().splitlines()[-1]
+    assert "Its file is damaged. Move the folder redis of the run away" in last, last
+    assert not run.processes()
+    (run.dir / "redis").rename(run.dir / "away")
+    run.start()
+    run.finish()
+    judge(run, whole_policy=False)
 
 
 @pytest.mark.slow
