@@ -310,6 +310,7 @@ async def claim_identity(bus: Bus, settings: RunSettings, place: Place) -> None:
     known = await read_identity(bus)
     if known is not None:
         check_same(settings, place, known.fingerprint, known.run_dir)
+    bus.expect("")  # a run that was gone back or begun anew has no life until this gives it one
     await be_the_launcher(bus, settings, place)
     life = await bus.state(LIFE) or secrets.token_hex(8)
     await bus.commit(Commit(state={LIFE: life}))

@@ -16,7 +16,9 @@ from miles_async.cli.flags import parse_flags
 from miles_async.launcher.memory import Sizes
 from miles_async.launcher.plan import courier_spec
 from miles_async.launcher.preflight import check_prompt_data, preflight
+from miles_async.quickstart.arithmetic import ARITHMETIC
 from miles_async.quickstart.tasks import TASKS
+from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.load import load
 from tests.declared import PLACE
@@ -119,7 +121,10 @@ def test_a_recipe_for_megatron_is_understood_and_fits_without_a_gpu(
     """`--dry-run` with the model's own config.json: layout, flags and, as if on H200s, memory."""
     config = {**CONFIGS[MEGATRON[recipe]], "max_position_embeddings": 40_960}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    save_tokenizer(tmp_path, ARITHMETIC)
+    told = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": turns}))
     words = gsm8k(tmp_path)
     if "gsm8k" not in (ROOT / "configs" / f"{recipe}.toml").read_text():
         chat = [{"role": "user", "content": GSM8K["question"]}]
