@@ -123,7 +123,8 @@ def test_a_recipe_for_megatron_is_understood_and_fits_without_a_gpu(
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_tokenizer(tmp_path, ARITHMETIC)
     told = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    turns += "{% if add_generation_prompt %}<assistant>{% endif %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": turns}))
     words = gsm8k(tmp_path)
     if "gsm8k" not in (ROOT / "configs" / f"{recipe}.toml").read_text():
