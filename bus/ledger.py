@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from bus.messages.groups import OpenGroup
+from bus.messages.reasons import DropReason
 from bus.messages.versions import VersionSpan, spans_within
 from bus.streams.hop import number_in, table_of, text_of
 from bus.streams.link import Script
@@ -158,8 +159,9 @@ def trained(n_samples: int, spans: Iterable[VersionSpan]) -> dict[str, int]:
     return moves
 
 
-def dropped(reason: str, n_samples: int, tokens: int) -> dict[str, int]:
-    """Samples that will not be trained. With `n_samples` 0: only tokens were thrown away, the sample goes on."""
+def dropped(reason: DropReason | str, n_samples: int, tokens: int) -> dict[str, int]:
+    """Samples that will not be trained; `reason` is a text of its own where the user's filter gave it. With `n_samples` 0: only
+    tokens were thrown away, the sample goes on."""
     moves = {f"dropped/{reason}": n_samples, f"tokens/dropped/{reason}": tokens}
     return {account: n for account, n in moves.items() if n}
 

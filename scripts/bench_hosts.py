@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bus.messages.events import EventKind
+
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
@@ -66,7 +68,7 @@ async def worker(context: Context, spec: None) -> None:
                     await asyncio.to_thread(check_manifest, filed)
                     context.version = order.version.id
                     way = {"transport": "network", "host": context.name, **supply.fetched}
-                    await context.event("activated", "", version=order.version.id, **way)
+                    await context.event(EventKind.ACTIVATED, "", version=order.version.id, **way)
     finally:
         await tail.close()
         await supply.close()

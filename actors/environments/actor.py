@@ -23,6 +23,7 @@ from actors.runtime.context import Context
 from actors.runtime.deadline import beside
 from bus import Commit, Entry, Out
 from bus.messages.environments import EnvironmentAnswer, EnvironmentCall
+from bus.messages.events import EventKind
 from bus.topology import ENV_ANSWERS, ENV_CALLS
 
 TRIES = 2  # of one action, with a process of its own each
@@ -127,7 +128,7 @@ class Environments:
                 return await self._forward(kept, call)
             except Died as error:
                 await self._end(call.sample_id, "environments_died")
-                await self._context.refusals.add("environment", f"{call.sample_id}: {error}", kind="environment died")
+                await self._context.refusals.add("environment", f"{call.sample_id}: {error}", kind=EventKind.ENVIRONMENT_DIED)
                 if attempt == TRIES:
                     raise
         raise AssertionError("unreachable")

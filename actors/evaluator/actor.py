@@ -31,10 +31,12 @@ from bus import Commit, Entry, Guard, Out, Reader, Tail
 from bus.errors import Poison
 from bus.messages.active import PolicyActive
 from bus.messages.base import pack_ints
+from bus.messages.events import EventKind
 from bus.messages.groups import index_of
 from bus.messages.policy import Finished, Restored
 from bus.messages.samples import Picture, RolloutLost, SampleTask, Sampling, Scored
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_RESULTS, EVAL_SCORED, POLICY
 
 TASKS_PER_COMMIT = 200
@@ -102,7 +104,7 @@ class Evaluator:
                 self._given_up = (*self._given_up, issued.step)[-MOST_GIVEN_UP:]
                 await bus.commit(Commit(state={GIVEN_UP: " ".join(map(str, self._given_up))}))
             text = f"that of step {issued.step} was under way with other data sets or settings: it is given up, the next one counts"
-            await context.event("evaluation", text, level="warning", step=issued.step)
+            await context.event(EventKind.EVALUATION, text, step=issued.step)
             await self._take_back()
 
     async def _schedule(self) -> None:
@@ -110,7 +112,7 @@ class Evaluator:
         context, bus = self._context, self._context.bus
         async with Tail(bus, [ACTIVE, POLICY]) as tail:
             while not context.draining.is_set():
-                with context.waiting("a version to measure, or scores"):
+                with context.waiting(Wait.TO_MEASURE):
                     news = await tail.read(0.5)
                 await fold_log(context, news, self._hear, types=HEARD)
                 await self._act()

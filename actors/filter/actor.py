@@ -34,16 +34,17 @@ from actors.runtime.prompts import decoder_of
 from actors.runtime.refusals import Row, RunEnds
 from actors.runtime.staleness import bound_in_steps, rule_of
 from actors.runtime.whole import in_time
-from bus import Commit, Entry, Out, Tail
+from bus import Commit, Entry, Out, Tail, ledger
 from bus.errors import Poison
 from bus.ledger import read_accounts
+from bus.messages.events import EventKind
 from bus.messages.groups import MOST_LIVES, GroupKept, GroupVerdict, OpenGroup, Turned, index_of, part_key
 from bus.messages.policy import Restored, StepDone, life_of
+from bus.messages.reasons import DropReason
 from bus.messages.samples import RolloutLost, Scored
 from bus.topology import GROUPS, POLICY, ROLLOUTS, SCORED, VERDICTS
 
 NEWEST = 256  # entries of the policy log that are looked through for the step at the start
-JUDGE_RAISED = "judge_raised"
 MOST_RAISED = 16  # groups in a row; then the judge is at fault, not the groups
 
 
@@ -209,7 +210,7 @@ class Filter:
                 opened[key] = msgspec.msgpack.encode(msgspec.structs.replace(base, members=tuple(indexes)))
         closes = () if rest or (whole and reason is None) else (half.group_id,)
         outs = [Out(VERDICTS, verdict)]
-        ledger: dict[str, int] = {}
+        books: dict[str, int] = {}
         if reason is None:
             kept = GroupKept(
                 group_id=half.group_id,
@@ -221,9 +222,9 @@ class Filter:
             )
             outs.insert(0, Out(GROUPS, kept))
         else:
-            ledger = {f"dropped/{reason}": len(members), f"tokens/dropped/{reason}": verdict.tokens}
+            books = ledger.dropped(reason, len(members), verdict.tokens)
         # Not bounded: what moves from `scored` adds nothing, and a trainer that waits for `turned` would make no room.
-        commit = Commit(ack=entries, append=outs, open_groups=opened, close_groups=closes, ledger=ledger)
+        commit = Commit(ack=entries, append=outs, open_groups=opened, close_groups=closes, ledger=books)
         if not await self._consumer.commit(commit):
             self._again(half)
             return
@@ -263,9 +264,9 @@ class Filter:
         except Exception as error:  # noqa: BLE001 - what a judge raises costs what it judged
             name = self._custom_name if dynamic is self._custom else path
             said = f"{name}: {named(error)}"
-            await self._context.refusals.add("judge", f"{group_id} is dropped: {said}", kind="judge raised")
+            await self._context.refusals.add("judge", f"{group_id} is dropped: {said}", kind=EventKind.JUDGE_RAISED)
             self._raised.failed(group_id, said)
-            return JUDGE_RAISED
+            return DropReason.JUDGE_RAISED
         self._raised.worked()
         return None if reason is None else kept_reason(reason, self._reasons)
 

@@ -13,6 +13,7 @@ from actors.runtime.context import Context
 from actors.runtime.miles import Status, judged
 from actors.runtime.prompts import decoder_of
 from actors.runtime.whole import Whole, WholeFailed
+from bus.messages.events import EventKind
 from bus.messages.samples import Scored
 
 
@@ -46,6 +47,6 @@ class AllSamples:
         try:
             await self._call(SimpleNamespace(**{**self._context.knobs.values, **self._values}), groups, NoBuffer())
         except WholeFailed as error:
-            await self._context.refusals.add("batch hook", str(error), kind="batch hook failed")
+            await self._context.refusals.add("batch hook", str(error), kind=EventKind.BATCH_HOOK_FAILED)
         else:
             self._call.worked()

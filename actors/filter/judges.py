@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from actors.runtime.content import LARGEST_REWARD
 from bus.errors import printable
+from bus.messages.reasons import DropReason
 from bus.messages.samples import RolloutLost, Scored
 
 MOST_REASONS, REASON_CHARS = 200, 80  # told apart, for the accounts keep each for ever; and of one
-OTHER_REASON = "other_reason"
 
 Member = Scored | RolloutLost
 Judge = Callable[[Sequence[Scored]], str | None]
@@ -20,7 +20,7 @@ def lost_member(members: Sequence[Member]) -> str | None:
     """A group with a sample that will never finish cannot be compared within itself."""
     for member in members:
         if isinstance(member, RolloutLost):
-            return f"lost_{member.reason}"
+            return DropReason.lost(member.reason)
     return None
 
 
@@ -31,20 +31,20 @@ def usable(reward: float) -> bool:
 
 def finite_rewards(samples: Sequence[Scored]) -> str | None:
     """A reward that is no number, or too large for the trainer's, teaches nothing."""
-    return None if all(usable(s.reward) for s in samples) else "reward_not_finite"
+    return None if all(usable(s.reward) for s in samples) else DropReason.REWARD_NOT_FINITE
 
 
 def nonempty(samples: Sequence[Scored]) -> str | None:
     """At least one token must be trainable, of any trajectory."""
     masks = (strand.response.loss_mask for s in samples for strand in s.rollout.strands)
-    return None if any(map(any, masks)) else "nothing_to_train"
+    return None if any(map(any, masks)) else DropReason.NOTHING_TO_TRAIN
 
 
 def equal_rewards(rewards: Sequence[float]) -> str | None:
     """The reason when finite rewards have no spread. hypot does not overflow where a sum of squares would."""
     mean = math.fsum(r / len(rewards) for r in rewards)
     std = math.hypot(*(r - mean for r in rewards)) / math.sqrt(len(rewards))
-    return None if std > 1e-8 else f"zero_std_{round(rewards[0], 1):g}"
+    return None if std > 1e-8 else DropReason.ZERO_STD.of(f"{round(rewards[0], 1):g}")
 
 
 def nonzero_std(samples: Sequence[Scored]) -> str | None:
@@ -54,7 +54,7 @@ def nonzero_std(samples: Sequence[Scored]) -> str | None:
 
 def no_truncation(samples: Sequence[Scored]) -> str | None:
     """Only groups in which every response ended by itself."""
-    return None if all(s.rollout.finish == "stop" for s in samples) else "truncated"
+    return None if all(s.rollout.finish == "stop" for s in samples) else DropReason.TRUNCATED
 
 
 def keep_all(samples: Sequence[Scored]) -> str | None:
@@ -74,7 +74,7 @@ def kept_reason(reason: str, known: set[str]) -> str:
     """A drop reason as the accounts take it, one short line; when too many are `known`, those that are new share a name."""
     short = printable(" ".join(reason.split()))[:REASON_CHARS]
     if short not in known and len(known) >= MOST_REASONS:
-        return OTHER_REASON
+        return DropReason.OTHER_REASON
     known.add(short)
     return short
 

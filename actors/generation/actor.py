@@ -45,9 +45,10 @@ from bus.asides import put_aside, response_aside, response_whole
 from bus.errors import Transient
 from bus.inspect import wall_of
 from bus.messages.active import Activate, PolicyActive
-from bus.messages.control import BOOTING
 from bus.messages.policy import Sending, Turn
+from bus.messages.reasons import DropReason
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutDone, RolloutLost, SampleTask
+from bus.messages.waits import Wait
 from bus.topology import ACTIVE, EVAL_PROMPTS, EVAL_ROLLOUTS, PARKED, POLICY, ROLLOUTS
 
 # Of `policy` only these: steps are large, and not for workers.
@@ -166,7 +167,7 @@ class Worker:
             await link.check()
             sharing.look()
             if sharing.is_to_boot() and link.absent:
-                with self._context.waiting(BOOTING):
+                with self._context.waiting(Wait.BOOTING):
                     await self._boot(once())
             if sharing.aside:
                 self._changed.clear()
@@ -176,7 +177,7 @@ class Worker:
                 continue
             if link.absent:
                 self._changed.clear()
-                with self._context.waiting(BOOTING):
+                with self._context.waiting(Wait.BOOTING):
                     await self._boot(lambda: sharing.aside, unwanted=lambda: sharing.recalled)
                 if link.absent:  # draining, or the trainer's turn came in between
                     await self._until_changed()
@@ -184,7 +185,7 @@ class Worker:
             order, self._order = self._order, None
             if order is not None:
                 try:
-                    with self._context.waiting(f"activation of version {order.version.id}"):
+                    with self._context.waiting(Wait.ACTIVATION, version=order.version.id):
                         await link.activate(order, lambda: self._order is not None or sharing.aside or stop.is_set())
                 except (EngineUnavailable, RequestRefused) as error:
                     await link.fail(error)
@@ -282,7 +283,7 @@ class Worker:
         except LeftOut:
             context.count("tokens", running.made_here)
             lost = _lost(entry, task, reason="cancelled", tokens_made=running.n_tokens)
-            return await self._commit(entry, lost, running, {"restarted": running.thrown})
+            return await self._commit(entry, lost, running, {DropReason.RESTARTED: running.thrown})
         finally:
             self._running.pop(task.sample_id, None)
         context.count("tokens", running.made_here)
@@ -300,8 +301,8 @@ class Worker:
             running=running.beside,
             episode=found.episode,
         )
-        out = await put_aside(context.bus, out)
-        await self._commit(entry, out, running, thrown={"discarded": found.discarded, "restarted": running.thrown})
+        thrown = {DropReason.DISCARDED: found.discarded, DropReason.RESTARTED: running.thrown}
+        await self._commit(entry, await put_aside(context.bus, out), running, thrown)
 
     async def _give(self, entry: Entry, task: SampleTask) -> None:
         """A response of the data goes on as it is."""
@@ -345,10 +346,10 @@ class Worker:
             parked = msgspec.structs.replace(parked, response=so_far, journal=running.journal())
         else:
             thrown += running.n_tokens
-        await self._commit(entry, parked, running, thrown={"restarted": thrown})
+        await self._commit(entry, parked, running, thrown={DropReason.RESTARTED: thrown})
 
     async def _commit(
-        self, entry: Entry, out: RolloutDone | RolloutLost | Parked, running: Running | None, thrown: Mapping[str, int]
+        self, entry: Entry, out: RolloutDone | RolloutLost | Parked, running: Running | None, thrown: Mapping[DropReason, int]
     ) -> None:
         """The sample leaves. `thrown`: tokens that go nowhere, by reason; those of `running` that the ledger does not know yet are
         counted with them."""
@@ -359,7 +360,8 @@ class Worker:
         accounts: dict[str, int] = {}
         if running is not None and not is_eval:
             accounts = ledger.generated(context.name, running.uncounted())
-            accounts |= {f"tokens/dropped/{reason}": n for reason, n in thrown.items() if n}
+            for reason, n in thrown.items():
+                accounts |= ledger.dropped(reason, 0, n)
         done = await self._consumer.commit(
             Commit(
                 ack=(entry,),

@@ -27,6 +27,7 @@ from bus import Entry, Stream
 from bus.ledger import EVAL_GROUPS
 from bus.messages.samples import ParkReason
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 from bus.topology import ACTIVE, EVAL_PROMPTS, PREFIXES, PROMPTS, TAIL
 
 LEASED = (TAIL, PREFIXES, EVAL_PROMPTS, PROMPTS)
@@ -88,7 +89,7 @@ class Leases:
             free = self.free()
             if free <= 0:
                 self._slot = asyncio.Event()
-                with context.waiting("a current version" if self._link.serving is None else "a free slot"):
+                with context.waiting(Wait.CURRENT_VERSION if self._link.serving is None else Wait.SLOT):
                     await within(0.1, self._slot)
                 continue
             for entry in await self._read(min(free, MOST)):
@@ -108,7 +109,7 @@ class Leases:
         # Short while others run, since the next order must not wait, and while this worker is about to catch up.
         brief = self._context.in_flight or self.standing.behind(self._link.serving)
         block_s = 0.05 if brief else 0.5
-        with self._context.waiting(f"an entry of {', '.join(stream.name for stream, _ in streams)}") as heard:
+        with self._context.waiting(Wait.ENTRY, streams=", ".join(stream.name for stream, _ in streams)) as heard:
             if entries := await self._consumer.take(free, block_s, streams):
                 heard()
             return entries

@@ -46,6 +46,7 @@ from actors.runtime.host import shared_memory_name
 from actors.runtime.run import Refused
 from bus.errors import BadMessage, DeadlineExceeded
 from bus.messages.active import Activate
+from bus.messages.events import EventKind
 from bus.messages.policy import WeightManifest
 from bus.messages.versions import PolicyVersion
 from bus.messages.weights import WeightPlan
@@ -147,7 +148,7 @@ class EngineLink:
         context = self._context
         if self._spec.engine == "none":
             self.enter(State.READY)
-            await context.event("joined", "no engine: responses come from the data")
+            await context.event(EventKind.JOINED, "no engine: responses come from the data")
             return
         while not context.draining.is_set() and not given_up():
             try:
@@ -167,15 +168,15 @@ class EngineLink:
                 self._loader.forget()
                 self.enter(State.READY)
                 context.note = self._about()
-                await context.event("joined", f"engine ready at {url}" + (f" ({context.note})" if context.note else ""))
+                await context.event(EventKind.JOINED, f"engine ready at {url}" + (f" ({context.note})" if context.note else ""))
                 return
             except BootRefused as error:
-                await context.event("engine boot refused", str(error), level="error")
+                await context.event(EventKind.ENGINE_BOOT_REFUSED, str(error))
                 raise Refused(str(error)) from error
             except (EngineUnavailable, DeadlineExceeded) as error:
                 self._failures += 1
                 pause_s = min(30.0, 0.5 * 2 ** min(self._failures, 6))
-                await context.event("engine boot failed", f"{error}; next try in {pause_s:g} s", level="error")
+                await context.event(EventKind.ENGINE_BOOT_FAILED, f"{error}; next try in {pause_s:g} s")
                 await within(pause_s, context.draining)
 
     async def activate(self, order: Activate, given_up: Callable[[], bool] = lambda: False) -> None:
@@ -200,10 +201,10 @@ class EngineLink:
             self._context.note = self._trouble = f"version {version} failed: {error}"[:300]
             if way in FILES and isinstance(error, WeightsUnusable | RequestRefused):  # also of files that came: nobody else's fault
                 text, path = str(error)[:300], order.manifest.path
-                await self._context.event("weights refused", text, level="error", version=version, path=path)
+                await self._context.event(EventKind.WEIGHTS_REFUSED, text, version=version, path=path)
             elif way != "disk" and not (way == "network" and self._context.draining.is_set()):  # then we gave it up
                 text = f"{way}: {error}"[:300]
-                await self._context.event("transport failed", text, level="warning", version=version, transport=way)
+                await self._context.event(EventKind.TRANSPORT_FAILED, text, version=version, transport=way)
             if isinstance(error, EngineUnavailable | RequestRefused):
                 raise
         finally:
@@ -319,12 +320,13 @@ class EngineLink:
         self._context.note = self._about()
         version, step = order.version.id, order.version.step
         await self._context.event(
-            "activated", f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s, total_s=total_s,
-            transport=order.manifest.transport, gpus=self.kind.tp_size, host=shared_memory_name(), compared=compared.tensors,
-            requests=how, **(self._supply.fetched if self._supply and order.manifest.transport == "network" else {}),
+            EventKind.ACTIVATED, f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s,
+            total_s=total_s, transport=order.manifest.transport, gpus=self.kind.tp_size, host=shared_memory_name(),
+            compared=compared.tensors, requests=how,
+            **(self._supply.fetched if self._supply and order.manifest.transport == "network" else {}),
         )  # fmt: skip
         if compared.unable:
-            await self._context.event("not compared", compared.unable, level="warning", version=order.version.id)
+            await self._context.event(EventKind.NOT_COMPARED, compared.unable, version=order.version.id)
 
     async def _meet_trainer(
         self, engine: SGLangClient, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
@@ -333,7 +335,7 @@ class EngineLink:
         self.enter(State.WAITING)
         await self._loader.join(engine, plan)
         version = order.version.id
-        await self._context.event("ready to receive", f"version {version} by {plan.transport}", version=version)
+        await self._context.event(EventKind.READY_TO_RECEIVE, f"version {version} by {plan.transport}", version=version)
         fault_point(self._context.name, "ready")
         return await self._loader.wait_for(version, plan, lambda: self.state is State.BROKEN or given_up())
 
@@ -371,7 +373,7 @@ class EngineLink:
                 )
             )
         elif isinstance(self.engine, RoutedEngine) and not self._context.draining.is_set() and (news := await self.engine.renew()):
-            await self._context.event("router", news, level="info" if self.engine.routed else "warning")
+            await self._context.event(EventKind.ROUTER, news, level="info" if self.engine.routed else "warning")
 
     async def fail(self, error: BaseException, of: SGLangClient | None = None) -> None:
         """Declare the engine stalled; whoever watches `broken` boots it again. `of`: the engine that failed; news of one
@@ -383,7 +385,7 @@ class EngineLink:
             if self._supply is not None:
                 self._supply.stop()
             self._context.version = -1
-            await self._context.event("engine stalled", str(error)[:300], level="error")
+            await self._context.event(EventKind.ENGINE_STALLED, str(error)[:300])
             if self.engine is not None:
                 await self.engine.close()  # an activation may be waiting for its answer
 

@@ -9,11 +9,12 @@ from actors.generation.link import EngineLink
 from actors.generation.process import EngineProcess
 from actors.generation.routed import RoutedEngine
 from actors.generation.sglang_client import SGLangClient
-from actors.generation.sglang_server import COMPILING, SGLangServer
+from actors.generation.sglang_server import SGLangServer
 from actors.generation.spec import GenerationSpec
 from actors.generation.supply import Supply
 from actors.runtime.child import Child
 from actors.runtime.context import Context
+from bus.messages.events import EventKind
 
 
 def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None) -> EngineLink:
@@ -49,8 +50,9 @@ def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> Engi
     if spec.engine != "sglang":
         return None
 
-    async def report(kind: str, text: str, level: Literal["info", "warning"]) -> None:
-        context.note = "SGLang compiles kernels, once on a machine" if kind == COMPILING else ""  # until it has joined
+    async def report(kind: EventKind, text: str, level: Literal["info", "warning"]) -> None:
+        compiles = kind is EventKind.ENGINE_COMPILES
+        context.note = "SGLang compiles kernels, once on a machine" if compiles else ""  # until it has joined
         await context.event(kind, text, level=level)
 
     return SGLangServer(spec, folder, report)

@@ -19,6 +19,7 @@ from actors.runtime.deadline import within
 from bus import Entry, Reader
 from bus.knobs.live import KnobValues
 from bus.messages.active import PolicyActive
+from bus.messages.events import EventKind
 from bus.messages.samples import SampleTask
 from bus.topology import TAIL
 
@@ -150,7 +151,7 @@ class Pace:
         slots = self._auto.decide(look, limits)
         if abs(slots - self._told) > TOLD * self._told:
             said = f"{self._told} -> {slots} samples at once: {self._auto.why}" if self._told else f"{slots} samples at once"
-            await self._context.event("slots", said, slots=slots, why=self._auto.why, most=limits.ceiling)
+            await self._context.event(EventKind.SLOTS, said, slots=slots, why=self._auto.why, most=limits.ceiling)
             self._told = slots
 
     def _limits(self, knobs: KnobValues, load: EngineLoad) -> Limits:

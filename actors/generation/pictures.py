@@ -15,6 +15,7 @@ from actors.runtime.context import Context
 from actors.runtime.prompts import tokenizer_of
 from bus.errors import BadMessage, Poison
 from bus.messages.base import unpack_ints
+from bus.messages.events import EventKind
 from bus.messages.samples import SampleTask, shown
 
 KEPT_BYTES = 64 << 20  # of data URLs, for the siblings of a group
@@ -55,7 +56,7 @@ class Pictures:
         """Of an engine that is shown pictures; once."""
         if text and text not in self._warned:
             self._warned.add(text)
-            await self._context.event("old sight", text, level="warning")
+            await self._context.event(EventKind.OLD_SIGHT, text)
 
     async def _url(self, blob: str) -> str:
         if (known := self._kept.get(blob)) is not None:

@@ -25,9 +25,10 @@ from actors.generation.sglang_calls import Calls
 from actors.generation.spec import GenerationSpec, sglang_env, sglang_flags
 from actors.runtime.child import Child, command_line, flag_name, free_port
 from bus.errors import MilesAsyncError
+from bus.messages.events import EventKind
 from bus.private import write_secret
 
-Report = Callable[[str, str, Literal["info", "warning"]], Awaitable[None]]
+Report = Callable[[EventKind, str, Literal["info", "warning"]], Awaitable[None]]
 POLL_S = 0.25
 PROBE_S = 30.0
 STOP_S = 10.0
@@ -36,7 +37,7 @@ GREEDY = {"temperature": 0.0}
 SAMPLED = ({"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20})
 """Ways to choose a token. FlashInfer compiles its kernels when a first batch needs them, and no token comes meanwhile. That may
 only happen while the server boots: greedy evaluation beside sampled training would be such a batch."""
-COMPILING, COMPILING_S = "engine compiles", 10.0
+COMPILING_S = 10.0
 COMPILES = "greedy tokens come, sampled ones not yet: SGLang compiles kernels at the first batch that needs them, and keeps them"
 DEVICES = Path("/dev")  # nvidia0, nvidia1, ...: the GPUs of this host; none where another driver names them
 _ACTORS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # limits of this process, not of a server with GPUs
@@ -84,7 +85,7 @@ class SGLangServer:
                 if self._launch.degraded:
                     self.note = f"engine degraded: {', '.join(self._launch.degraded)}"
                     text = f"started with {', '.join(self._launch.degraded)} ({record.folder})"
-                    await self._report("engine degraded", text, "warning")
+                    await self._report(EventKind.ENGINE_DEGRADED, text, "warning")
                 return outcome
             history.append(outcome)
             answer = next_step(self._launch, history, given=frozenset(map(flag_name, self._spec.server_args)))
@@ -93,7 +94,7 @@ class SGLangServer:
                     f"SGLang did not start, {outcome}; {answer.why}. {outcome.remedy} Boot folder: {record.folder}"
                 )
             text = f"{outcome}; trying {answer.why} (boot folder: {record.folder})"
-            await self._report("engine boot failed", text, "warning")
+            await self._report(EventKind.ENGINE_BOOT_FAILED, text, "warning")
             self._launch = answer.launch
             await asyncio.sleep(answer.wait_s)
 
@@ -180,7 +181,7 @@ class SGLangServer:
             tokens = asyncio.gather(*(patient.json("POST", "/generate", _one_token(way)) for way in SAMPLED))
             try:
                 if not (await asyncio.wait((tokens,), timeout=self._compiling_s))[0]:
-                    await self._report(COMPILING, f"{COMPILES} (boot folder: {record.folder})", "info")
+                    await self._report(EventKind.ENGINE_COMPILES, f"{COMPILES} (boot folder: {record.folder})", "info")
                 await tokens
             finally:
                 tokens.cancel()  # the boot may be over first

@@ -22,8 +22,9 @@ from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
 from bus.errors import DeadlineExceeded
-from bus.messages.control import UNLENT
+from bus.messages.events import EventKind
 from bus.messages.policy import Turn
+from bus.messages.waits import Wait
 
 TURN = "policy.turn"
 ORDER_S = 30.0  # from the engines' turn to the order of the version that the trainer announced; then they go on without it
@@ -64,9 +65,9 @@ class Sharing:
         return self.lent and self.aside
 
     @property
-    def waits_for(self) -> str:
+    def waits_for(self) -> Wait:
         """While it is aside."""
-        return UNLENT if self.lent else "the trainer's turn on the GPU to end"
+        return Wait.UNLENT if self.lent else Wait.TURN
 
     async def open(self) -> None:
         """Read what was said last."""
@@ -111,7 +112,7 @@ class Sharing:
         took = self._context.clock.monotonic() - began
         lent: dict[str, Any] = {"ready_s": self._ready_s, "tokens": int(self._made() - self._tokens)} if self.lent else {}
         text = f"for turn {number} of the trainer"
-        await self._context.event("memory released", text, turn=number, release_s=took, **lent)
+        await self._context.event(EventKind.MEMORY_RELEASED, text, turn=number, release_s=took, **lent)
 
     async def come_back(self) -> None:
         """Take the memory again in the engines' turn; unless a version is on its way, whose weights come first."""
@@ -119,7 +120,7 @@ class Sharing:
             self._back_told = True
             serving = self._link.serving
             version = serving.id if serving is not None else -1
-            await self._context.event("lent", f"the trainer's GPU, after turn {self._turn.number}", version=version)
+            await self._context.event(EventKind.LENT, f"the trainer's GPU, after turn {self._turn.number}", version=version)
         awaited = self._turn.publishes and self._context.clock.monotonic() - self._heard_at < ORDER_S
         if self._link.state is State.ASIDE and not awaited:
             await self._take_back()

@@ -21,10 +21,13 @@ from actors.runtime.hooks import copies, load_hook
 from actors.runtime.logs import fold_log
 from actors.runtime.refusals import Row, RunEnds
 from actors.runtime.whole import in_time
-from bus import Commit, Entry, Out, Tail
+from bus import Commit, Entry, Out, Tail, ledger
 from bus.messages.base import EMPTY
+from bus.messages.events import EventKind
 from bus.messages.policy import PolicyAnnounced, Restored
+from bus.messages.reasons import DropReason
 from bus.messages.samples import Parked, PrefixDropped, PrefixResume, Response, RolloutLost, SampleTask
+from bus.messages.waits import Wait
 from bus.topology import PARKED, POLICY, PREFIXES, TAIL
 
 MOST_RAISED = 16  # times in a row
@@ -55,7 +58,7 @@ class PartialBuffer:
         context = self._context
         async with Tail(context.bus, [POLICY]) as tail, self._consumer.leased(), followed(partial(self._follow, tail)):
             while not context.draining.is_set():
-                with context.waiting("an entry of parked") as heard:
+                with context.waiting(Wait.ENTRY, streams=PARKED.name) as heard:
                     if entries := await self._consumer.take(256, 0.5):
                         heard()
                 await self._place(entries)
@@ -104,7 +107,7 @@ class PartialBuffer:
             raise
         except Exception as error:  # noqa: BLE001 - what a policy raises costs its order, no sample
             said = f"{self._spec.buffer_filter}: {named(error)}"
-            await self._context.refusals.add("buffer_filter", f"first in, first out instead: {said}", kind="policy raised")
+            await self._context.refusals.add("buffer_filter", f"first in, first out instead: {said}", kind=EventKind.POLICY_RAISED)
             self._raised.failed(waiting[0].parked.task.group_id, said)
             return fifo(step, waiting)
         self._raised.worked()
@@ -115,19 +118,19 @@ class PartialBuffer:
         # Whoever gave its slot back of its own accord was not interrupted.
         if action == "resume" and not self._context.knobs.partial_rollout and parked.reason not in ("slice", "tail"):
             action = "restart"
-        ledger: dict[str, int] = {}
+        books: dict[str, int] = {}
         out: PrefixResume | PrefixDropped
         if action == "drop":
             out = PrefixDropped(task=task, tokens_made=response.n_tokens)
         elif action == "restart":
             out = PrefixResume(task=task, response=Response(marks=response.marks))
             if response.n_tokens and not task.eval_name:  # an evaluation's samples are in no account
-                ledger = {"tokens/dropped/restarted": response.n_tokens}
+                books = ledger.dropped(DropReason.RESTARTED, 0, response.n_tokens)
         else:
             kept = mask_prefix(response) if self._spec.mask_offpolicy else response
             out = PrefixResume(task=task, response=kept, journal=parked.journal)
         stream = TAIL if isinstance(out, PrefixResume) and self._is_tail(parked, out.response) else PREFIXES
-        if await self._consumer.commit(Commit(ack=(entry,), append=(Out(stream, out),), ledger=ledger)):
+        if await self._consumer.commit(Commit(ack=(entry,), append=(Out(stream, out),), ledger=books)):
             self._context.count(f"prefixes/{action}" if stream is PREFIXES else "prefixes/tail")
 
     def _is_tail(self, parked: Parked, response: Response) -> bool:

@@ -34,8 +34,10 @@ from actors.runtime.run import RunEnds
 from bus import Entry, Out, Tail
 from bus.messages.active import Activate, PolicyActive, Seat, Send
 from bus.messages.control import Event, Vitals
+from bus.messages.events import EventKind
 from bus.messages.policy import Finished, PolicyAnnounced, Restored, SendFailed, StepDone, WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 from bus.plans import version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY
 
@@ -93,7 +95,7 @@ class Publisher:
                 if self._restarts != context.bus.link.server_restarts:
                     await self._rebuild(tail)
                 began = context.clock.monotonic()
-                with context.waiting("announcements and reports"):
+                with context.waiting(Wait.ANNOUNCEMENTS):
                     entries = await tail.read(BLOCK_S, PAGE)
                 now = context.clock.monotonic()
                 self._now = now
@@ -139,12 +141,12 @@ class Publisher:
                 self._active = None
                 self._target = None  # the restored trainer announces its version again
                 self._lost |= {version.id for version in self._announced.values() if version.step > message.step}
-            case Event(kind="weights refused"):
+            case Event(kind=EventKind.WEIGHTS_REFUSED):
                 self._members.fold(message, now)
                 if target is not None and target.spoiled(str(message.data.get("path", ""))):
                     self._members.withdraw(target.version.id)
                 self._why = f"{message.actor}: {message.text}"
-            case Event(kind="activated", data={"fetched": n_bytes, "fetch_s": seconds}):
+            case Event(kind=EventKind.ACTIVATED, data={"fetched": n_bytes, "fetch_s": seconds}):
                 self._elsewhere.heard(int(n_bytes), float(seconds))
                 self._members.fold(message, now, entry.id)
             case Vitals(role="trainer"):
@@ -158,7 +160,7 @@ class Publisher:
             waits = members.all[name].waits
             why = f"it waits for {waits}" if waits else "it does not say why"
             late = f"{name} has not served version {number} within {spec.activation_deadline_s:g} s"
-            await context.event("activation late", f"{late}: {why}; ordered again, in files", level="warning")
+            await context.event(EventKind.ACTIVATION_LATE, f"{late}: {why}; ordered again, in files")
         if target is None:
             return
         version = target.version.id
@@ -223,10 +225,10 @@ class Publisher:
                 return
             waited = f"{now - target.asked_at:.0f} s for files of version {target.version.id}"
             text = f"{', '.join(names)} wait {waited}, which the trainer was asked to write; it is asked again"
-            await self._context.event("files late", text, level="warning")
+            await self._context.event(EventKind.FILES_LATE, text)
         elif target.attempt:
             text = f"version {target.version.id} is written anew, time {target.attempt} of {TRIES} at most. {self._why}"
-            await self._context.event("files anew", text[:300], level="warning", version=target.version.id)
+            await self._context.event(EventKind.FILES_ANEW, text[:300], version=target.version.id)
         target.asked_at = now
         await self._send(Send(version=target.version, transport="disk", attempt=target.attempt))
 
@@ -240,7 +242,7 @@ class Publisher:
                 text = f"{name} gets no version for {ASIDE_S / 60:g} minutes: it refused {REFUSALS + 1} in a row. {self._why}"
             else:
                 text = f"{name} gets files for {ASIDE_S / 60:g} minutes: what was sent failed {STRIKES} times in a row"
-            await self._context.event("worker aside", text[:300], level="warning", worker=name)
+            await self._context.event(EventKind.WORKER_ASIDE, text[:300], worker=name)
 
     async def _order_far(self, target: Target, files: WeightManifest, workers: list[str], now: float) -> None:
         """To those that must fetch the files."""
@@ -325,7 +327,7 @@ class Publisher:
                     f"{folder} has {free / 1e6:.0f} MB free and is to have space for {ROOM} more of {self._n_bytes / 1e6:.0f} MB. "
                     "Give the trainer's host more shared memory"
                 )
-                await self._context.event("no space for old versions", text[:300], level="warning", version=version)
+                await self._context.event(EventKind.NO_SPACE, text[:300], version=version)
 
     async def _delete(self, folder: Path) -> None:
         await asyncio.to_thread(shutil.rmtree, folder, True)

@@ -17,7 +17,9 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from bus.messages.active import Seat
-from bus.messages.control import BOOTING, UNLENT, Event, Vitals
+from bus.messages.control import Event, Vitals
+from bus.messages.events import EventKind
+from bus.messages.waits import Wait
 
 STRIKES = 2
 REFUSALS = 3
@@ -26,6 +28,7 @@ SILENT_KEPT = 1000
 UNHEARD_S = 3.0  # an order is on its way, or the word that it is followed
 FILES = ("disk", "network")  # ways of whole files
 NOT_HERE = ("stopped", "failed", "draining")
+FAILED = (EventKind.TRANSPORT_FAILED, EventKind.ENGINE_STALLED, EventKind.WEIGHTS_REFUSED)
 
 
 class Member(msgspec.Struct, kw_only=True):
@@ -86,11 +89,11 @@ class Members:
         """Take one message of the events log; what is not about workers is ignored. `entry_id` names the incarnation of an
         engine that begins with this entry."""
         match message:
-            case Vitals(role="generation") if message.state in NOT_HERE or message.waits_for == UNLENT:
+            case Vitals(role="generation") if message.state in NOT_HERE or message.wait is Wait.UNLENT:
                 self.all.pop(message.actor, None)
-            case Event(kind="memory released") if message.actor in self._lent:
+            case Event(kind=EventKind.MEMORY_RELEASED) if message.actor in self._lent:
                 self.all.pop(message.actor, None)
-            case Event(kind="lent"):
+            case Event(kind=EventKind.LENT):
                 member = self._hear(message.actor, now)
                 member.serving, member.ordered = int(message.data.get("version", -1)), None
             case Vitals(role="generation"):
@@ -106,10 +109,10 @@ class Members:
                     member.takes = -1  # the word that it serves that was heard before
                 if message.version < 0:
                     member.seat = None
-            case Event(kind="joined"):
+            case Event(kind=EventKind.JOINED):
                 member = self._hear(message.actor, now)
                 member.serving, member.seat, member.ordered, member.takes = -1, None, None, -1
-            case Event(kind="activated", data=data):
+            case Event(kind=EventKind.ACTIVATED, data=data):
                 member = self._hear(message.actor, now)
                 member.serving = int(data.get("version", -1))
                 member.late, member.ordered, member.refused = False, None, ""
@@ -119,16 +122,16 @@ class Members:
                 if data.get("transport") not in FILES:
                     self._failed.pop(message.actor, None)
                 self._refused.pop(message.actor, None)
-            case Event(kind="transport failed" | "engine stalled" | "weights refused" as kind) if message.actor in self.all:
+            case Event(kind=kind) if kind in FAILED and message.actor in self.all:
                 member = self.all[message.actor]
                 member.ordered = None
                 member.answered(int(message.data.get("version", member.takes)))
-                if kind != "weights refused":
+                if kind != EventKind.WEIGHTS_REFUSED:
                     member.seat = None
                 else:
                     member.refused = str(message.data.get("path", ""))
                     self._refused[message.actor] = (self._refused.get(message.actor, (0, 0.0))[0] + 1, now)
-                if kind == "transport failed" and message.data.get("transport") != "network":
+                if kind == EventKind.TRANSPORT_FAILED and message.data.get("transport") != "network":
                     self._failed[message.actor] = (self._failed.get(message.actor, (0, 0.0))[0] + 1, now)
 
     def _hear(self, name: str, now: float) -> Member:
@@ -177,7 +180,7 @@ class Members:
             if member.ordered is None:
                 continue
             version, at = member.ordered
-            if member.waits == BOOTING:
+            if Wait.of(member.waits) is Wait.BOOTING:
                 member.ordered = (version, now)
             elif now - at > deadline_s:
                 member.ordered, member.seat, member.late, member.takes = None, None, True, -1

@@ -38,7 +38,9 @@ from actors.runtime.run import disk_text
 from bus import Bus, Out
 from bus.errors import BadMessage
 from bus.messages.control import Event
+from bus.messages.events import EventKind
 from bus.messages.groups import GroupKept
+from bus.messages.waits import Wait
 from bus.topology import EVENTS, GROUPS, TRAINED
 
 TRACKERS_END_S = 10.0  # for the last points and what a tracker does at its end
@@ -195,7 +197,7 @@ async def run(context: Context, spec: RecorderSpec) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     def say(text: str, *, well: bool = False) -> None:
-        from_thread(loop, context.event("tracker", text, level="info" if well else "warning"))
+        from_thread(loop, context.event(EventKind.TRACKER, text, level="info" if well else "warning"))
 
     followers: list[Follower] = []
     told: list[History] = []
@@ -210,10 +212,11 @@ async def run(context: Context, spec: RecorderSpec) -> None:
     log, run_dir = context.log, Path(context.spec.run_dir)
     recorder = Recorder(
         context.bus, run_dir, spec, unread=log.warning, opened=opened, say=log.info,
-        tell=partial(context.event, "record waits", level="error"), waiting=partial(context.waiting, first=True),
+        tell=partial(context.event, EventKind.RECORD_WAITS),
+        waiting=lambda why: context.waiting(Wait.RECORD_SPACE, first=True, why=why),
     )  # fmt: skip
     try:
-        with context.waiting("news"):
+        with context.waiting(Wait.NEWS):
             await recorder.follow(context.draining, others_end)
     finally:
         for task in tasks:

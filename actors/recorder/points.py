@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from actors.recorder.records import Parts, Record
+from bus.messages.reasons import DropReason
 
 DROPPED = "rollout/dropped/{reason}"
 STALE = "rollout/fully_async/stale_groups_filtered"  # as Miles names it
 MOST_USED = 400  # numbers of hosts and Redis; hosts beyond it are left out
-STALE_REASONS = ("stale", "outlasted")
+STALE_REASONS = (DropReason.STALE, DropReason.OUTLASTED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,8 @@ from actors.runtime.readable import readable
 from bus import Entry
 from bus.inspect import wall_of
 from bus.messages.base import Packed, unpack_ints
-from bus.messages.control import USAGE, DeadLetter, EvalDone, Event, KnobPatch
+from bus.messages.control import DeadLetter, EvalDone, Event, KnobPatch
+from bus.messages.events import EventKind
 from bus.messages.groups import GroupVerdict, index_of
 from bus.messages.policy import (
     ALREADY_TRAINED,
@@ -72,7 +73,7 @@ def records_of(entry: Entry, message: Any) -> list[Record]:
 def sample_event(scored: Scored, step: int, decode: Callable[[Iterable[int]], str], wall: float) -> Event:
     """News that shows one scored sample in words. `step`: the newest when it was looked at; `wall`: now."""
     data = {"step": step, **readable(scored, decode)}
-    return Event(actor="recorder", kind="sample", text=scored.sample_id, wall=wall, data=data)
+    return Event(actor="recorder", kind=EventKind.SAMPLE, text=scored.sample_id, wall=wall, data=data)
 
 
 Made = list[tuple[str, Record]]
@@ -122,19 +123,19 @@ def _announced(m: PolicyAnnounced) -> Made:
 
 
 def _event(m: Event) -> Made:
-    if m.kind == "activated":
+    if m.kind == EventKind.ACTIVATED:
         seconds = {name: float(m.data.get(name, 0.0)) for name in ("pause_s", "total_s")}
         numbers = {name: int(m.data.get(name, -1)) for name in ("step", "version")}
         how = {"transport": str(m.data.get("transport", "")), "requests": str(m.data.get("requests", ""))}
         return [
             ("activated", {**numbers, "actor": m.actor, **seconds, **how, "compared": int(m.data.get("compared", 0))})
         ]
-    if m.kind == "sample":
+    if m.kind == EventKind.SAMPLE:
         return [("sample", dict(m.data))]
-    if m.kind == "slots":
+    if m.kind == EventKind.SLOTS:
         most = {"most": int(m.data["most"])} if "most" in m.data else {}
         return [("slots", {"actor": m.actor, "slots": int(m.data.get("slots", 0)), "why": str(m.data.get("why", "")), **most})]
-    if m.kind == USAGE:
+    if m.kind == EventKind.USAGE:
         return [("system", {"source": str(m.data["source"]), "values": {str(k): float(v) for k, v in m.data["values"].items()}})]
     if m.level == "info":
         return []

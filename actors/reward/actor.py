@@ -31,6 +31,7 @@ from actors.runtime.retry import NotItsFault
 from bus import Commit, Entry, Out
 from bus.errors import Poison, Transient
 from bus.messages.base import Packed
+from bus.messages.events import EventKind
 from bus.messages.samples import RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 
@@ -143,7 +144,7 @@ class RewardRoom:
                 if wanted != self._version:
                     await self._scorers.reload()
                     self._version = wanted
-                    await self._context.event("reward version", f"samples are scored by version {wanted} from here on")
+                    await self._context.event(EventKind.REWARD_VERSION, f"samples are scored by version {wanted} from here on")
         return wanted
 
     async def _went_on(self, group_id: str) -> Literal["", "lost", "alone"]:
@@ -244,7 +245,7 @@ async def run(context: Context, spec: RewardSpec) -> None:
     scorers = scorers_of(spec, context.count)
     if scorers.lacks_second_look:
         text = "math-verify is not installed: our own reading of an answer decides alone (pip install 'miles-async[math]')"
-        await context.event("math rule", text)
+        await context.event(EventKind.MATH_RULE, text)
     async with AsyncExitStack() as open_:
         await open_.enter_async_context(scorers)
         teacher = await open_.enter_async_context(Teacher(spec.teacher_urls)) if spec.teacher_urls else None

@@ -20,6 +20,8 @@ from actors.runtime.context import Context
 from actors.runtime.deadline import deadline, first_of, within
 from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded
+from bus.messages.events import EventKind
+from bus.messages.waits import Wait
 
 POLL_S = 0.1
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
@@ -56,12 +58,12 @@ class Router:
             while not context.draining.is_set():
                 if await self._start():
                     failures = 0
-                    with context.waiting("requests"):
+                    with context.waiting(Wait.REQUESTS):
                         await first_of(self._child.wait(), context.draining.wait())
                     if context.draining.is_set():
                         return
                     why = f"router ended with exit code {self._child.exit_code}"
-                    await context.event("router ended", f"{why}: {last_line(self._log)}; starting it again", level="error")
+                    await context.event(EventKind.ROUTER_ENDED, f"{why}: {last_line(self._log)}; starting it again")
                 pause_s = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
                 failures += 1
                 await within(pause_s, context.draining)
@@ -86,15 +88,15 @@ class Router:
                 while self._child.alive and not await answers(spec.host, spec.port):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
         except DeadlineExceeded as error:
-            await context.event("router boot failed", str(error), level="error")
+            await context.event(EventKind.ROUTER_BOOT_FAILED, str(error))
             return False
         if self._child.alive:
-            await context.event("router ready", f"sglang-router at http://{spec.host}:{spec.port}")
+            await context.event(EventKind.ROUTER_READY, f"sglang-router at http://{spec.host}:{spec.port}")
             return True
         code, line = self._child.exit_code, last_line(self._log)
         if code == 2:
             raise Refused(f"sglang-router refuses its flags: {line}. Correct the --router-* flags. Log: {self._log}")
-        await context.event("router boot failed", f"exit code {code}: {line} (log: {self._log})", level="error")
+        await context.event(EventKind.ROUTER_BOOT_FAILED, f"exit code {code}: {line} (log: {self._log})")
         return False
 
 

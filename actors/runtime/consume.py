@@ -33,8 +33,10 @@ from bus.dead import letter_of
 from bus.errors import BadMessage, BusFull, BusUnreachable, BusWentBack, InvariantBroken, Poison
 from bus.ledger import EVAL_GROUPS
 from bus.messages.control import DeadLetter
+from bus.messages.events import EventKind
 from bus.messages.groups import index_of
 from bus.messages.samples import RolloutLost
+from bus.messages.waits import Wait
 from bus.streams.absent import deaths_of, forget_deaths
 from bus.topology import DEAD
 
@@ -136,7 +138,7 @@ class Consumer:
                 await slots.acquire()
                 slots.release()
                 self._note_server_restart()
-                with context.waiting(f"an entry of {self._names}") as heard:
+                with context.waiting(Wait.ENTRY, streams=self._names) as heard:
                     if entries := await self.take(min(self._batch, free), 0.5):
                         heard()
                 for entry in entries:
@@ -287,7 +289,7 @@ class Consumer:
             await self.bury(entry, message, error)
             return
         context.count("retries")
-        await context.refusals.add(f"retry/{entry.stream.name}", f"{entry.id}: {error}", kind="tried again")
+        await context.refusals.add(f"retry/{entry.stream.name}", f"{entry.id}: {error}", kind=EventKind.TRIED_AGAIN)
         if decision.counted:  # those that fail must not hold up the others, unless all do: a broken data set, the training
             self._leave_slot(entry)
         await context.clock.sleep(decision.after_s)
@@ -313,7 +315,7 @@ class Consumer:
         context.count("dead_letters")
         reason = "malformed" if isinstance(error, BadMessage) else "failed"
         name = dead.sample_id or dead.group_id or entry.id
-        await context.refusals.add(f"{entry.stream.name}/{reason}", f"{name}: {dead.error}", kind="dead letter")
+        await context.refusals.add(f"{entry.stream.name}/{reason}", f"{name}: {dead.error}", kind=EventKind.DEAD_LETTER)
 
 
 class _Faulty(BadMessage):
@@ -380,7 +382,7 @@ async def keep_leases(
         lost = await reader.renew()
         if lost:
             context.count("leases_lost", len(lost))
-            await context.event("leases lost", f"{len(lost)} entries were claimed by a peer", level="warning")
+            await context.event(EventKind.LEASES_LOST, f"{len(lost)} entries were claimed by a peer")
         most = 0 if context.draining.is_set() else free()
         claimed = await reader.claim(lease_s, most) if most > 0 else []
         if claimed:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median_low
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -20,6 +20,8 @@ from bus import Bus, BusConfig, Out
 from bus.errors import printable
 from bus.knobs.live import KnobValues, LiveKnobs
 from bus.messages.control import ActorState, Event, Vitals
+from bus.messages.events import EventKind, Level
+from bus.messages.waits import Wait
 from bus.topology import EVENTS
 
 AT_ONCE_S = 0.02
@@ -86,11 +88,16 @@ class Context:
         self.counters[name] = self.counters.get(name, 0.0) + by
 
     @contextmanager
-    def waiting(self, what: str, *, first: bool = False) -> Iterator[Callable[[], None]]:
-        """Say what this actor waits for while the body runs; the doctor reads it. The body calls what it is given when it got
-        something: the next wait is another one then. A loop that asks again after an empty answer waits all along. Of several
-        waits the oldest is said, or the one that is to be `first`."""
-        now = self.clock.wall()
+    def waiting(self, wait: Wait, *, first: bool = False, **values: object) -> Iterator[Callable[[], None]]:
+        """Say what this actor waits for while the body runs, with the `values` that the wait names; the doctor reads it. The body
+        calls what it is given when it got something: the next wait is another one then. A loop that asks again after an empty
+        answer waits all along. Of several waits the oldest is said, or the one that is to be `first`.
+
+        Example:
+            with context.waiting(Wait.ACTIVATION, version=7):
+                await link.activate(order)
+        """
+        what, now = wait.text(**values), self.clock.wall()
         before, since, ended = self._last_wait
         item = (what, since if before == what and now - ended < AT_ONCE_S else now)
         answered = False
@@ -107,9 +114,9 @@ class Context:
             self._last_wait = ("", 0.0, 0.0) if answered else (*item, self.clock.wall())
 
     @contextmanager
-    def finishing(self, what: str) -> Iterator[None]:
+    def finishing(self, wait: Wait) -> Iterator[None]:
         """Say what the body does, in the vitals of an actor that was asked to end: it is waited for (drain.py)."""
-        before, self._finishes = self._finishes, (what, self.clock.wall())
+        before, self._finishes = self._finishes, (wait.text(), self.clock.wall())
         try:
             yield
         finally:
@@ -120,7 +127,7 @@ class Context:
         own = self._finishes if self.draining.is_set() else ("", 0.0)
         waits_for, since = self._waits[0] if self._waits else own
         if self.bus.waiting_for_room:
-            waits_for = f"room on stream {self.bus.waiting_for_room}"
+            waits_for = Wait.STREAM_SPACE.text(stream=self.bus.waiting_for_room)
         elif self.bus.blobs.full:
             waits_for = self.bus.blobs.full
         state: ActorState = "waiting" if waits_for and self.state == "running" else self.state
@@ -148,12 +155,13 @@ class Context:
         )
 
     async def event(
-        self, kind: str, text: str, *, level: Literal["info", "warning", "error"] = "info", **data: Any
+        self, kind: EventKind, text: str, *, level: Level | None = None, about: str = "", **data: Any
     ) -> None:
-        """Tell the operator something worth finding later, in one line."""
-        text = " ".join(text.split())
-        self.log.log(logging.INFO if level == "info" else logging.WARNING, "%s: %s", kind, text)
-        event = Event(actor=self.name, kind=kind, text=printable(text), wall=self.clock.wall(), level=level, data=data)
+        """Tell the operator something worth finding later, in one line. `level`: where it is not the kind's usual one. `about`:
+        what the kind is followed by."""
+        text, level, name = " ".join(text.split()), level or kind.level, kind.of(about) if about else kind.value
+        self.log.log(logging.INFO if level == "info" else logging.WARNING, "%s: %s", name, text)
+        event = Event(actor=self.name, kind=name, text=printable(text), wall=self.clock.wall(), level=level, data=data)
         await self.bus.append([Out(EVENTS, event)], repeatable=True)
 
     async def beat(self, *, leaves: bool = False) -> None:
@@ -174,4 +182,4 @@ class Context:
         await self.bus.append([Out(EVENTS, vitals)], repeatable=True)
         if lapsed and self.bus.names.hold is not None:
             text = f"was not heard for a while, and nobody took its name: it goes on as generation {self.bus.names.hold.generation}"
-            await self.event("name retaken", text)
+            await self.event(EventKind.NAME_RETAKEN, text)

@@ -14,10 +14,9 @@ from actors.runtime.deadline import first_of
 from bus import Bus
 from bus.errors import MilesAsyncError
 from bus.messages.control import Vitals
+from bus.messages.waits import Wait
 
-STEP_ENDS = "the step under way to end"
-CHECKPOINT = "the checkpoint being written"
-KEEPS = {STEP_ENDS: 600.0, CHECKPOINT: 7200.0}
+KEEPS = {Wait.STEP_ENDS: 600.0, Wait.CHECKPOINT: 7200.0}
 """What is waited for beyond the deadline, and for how many seconds in all."""
 LOOK_S = 1.0
 ANSWER_S = 5.0  # of the bus; one that is away keeps nobody
@@ -29,14 +28,15 @@ class Patience:
 
     def __init__(self, drain_s: float, now: float) -> None:
         self._drain_s, self._now, self._end = drain_s, now, now + drain_s
-        self._kept: dict[str, float] = {}
+        self._kept: dict[Wait | None, float] = {}
 
     def is_over(self, now: float, finishes: str) -> bool:
         """Whether it has waited long enough. `finishes`: what the actor says it finishes; what is to be waited for does not count
         as part of the drain."""
         before, self._now = self._now, now
-        kept = self._kept[finishes] = self._kept.get(finishes, 0.0) + now - before
-        if kept < KEEPS.get(finishes, 0.0):
+        wait = Wait.of(finishes)
+        kept = self._kept[wait] = self._kept.get(wait, 0.0) + now - before
+        if wait is not None and kept < KEEPS.get(wait, 0.0):
             self._end = now + LOOK_S + self._drain_s  # it may go on until the next look
             return False
         return now >= self._end

@@ -16,6 +16,7 @@ from actors.runtime.content import fault_of
 from actors.runtime.context import Context
 from bus import Commit, Entry, Out
 from bus.errors import BadMessage
+from bus.messages.events import EventKind
 from bus.streams.hop import id_key
 from bus.topology import DEAD
 
@@ -45,7 +46,7 @@ async def fold_log(
 
 async def _skip(context: Context, entry: Entry, error: Exception) -> None:
     name = entry.stream.name
-    await context.refusals.add(f"log/{name}", f"{entry.id}: {type(error).__name__}: {error}", kind="unreadable")
+    await context.refusals.add(f"log/{name}", f"{entry.id}: {type(error).__name__}: {error}", kind=EventKind.UNREADABLE)
     if LETTERS.get(name) != context.spec.role:
         return
     field = f"unread/{name}"

@@ -15,6 +15,7 @@ from actors.runtime.context import Context
 from actors.runtime.prompts import Prompt
 from actors.runtime.run import RunEnds
 from actors.runtime.vision import BadImage, read
+from bus.messages.events import EventKind
 from bus.messages.samples import Picture
 
 MOST_UNSEEN = 64  # prompts in a row whose pictures cannot be read; then it is not the prompts
@@ -47,7 +48,7 @@ class Pictures:
             text = f"prompt p{prompt.index} is passed over: {error}"
             if self._unseen >= MOST_UNSEEN:
                 raise RunEnds(f"{self._unseen} prompts in a row cannot show their pictures; the last: {text}") from error
-            await self._context.refusals.add("pictures", text, kind="prompt passed over")
+            await self._context.refusals.add("pictures", text, kind=EventKind.PROMPT_PASSED_OVER)
             return None
         self._unseen = 0
         self._blobs.update(picture.blob for picture in placed)

@@ -21,7 +21,7 @@ from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED
 from actors.runtime.vision import BadImage, Shown, Vision, config_of
 from actors.runtime.whole import called
-from bus.messages.control import READING
+from bus.messages.waits import Wait
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,7 +250,7 @@ async def read_apart(
     if spec.data_source_path:
         context.noting = lambda: f"{spec.data_source_path} gave {coming.text()}"
     try:
-        with context.waiting(f"{READING}{spec.path} to be read"):
+        with context.waiting(Wait.READING, path=spec.path):
             while not (reading.done() or ends.done()):
                 left_s = None if within_s is None else within_s - coming.late_s
                 if left_s is not None and left_s <= 0:

@@ -13,10 +13,11 @@ import re
 from collections.abc import Awaitable, Callable
 
 from bus.errors import MilesAsyncError
+from bus.messages.events import EventKind
 
 MOST_KINDS = 64  # told apart; a flood of ever new texts is one kind more
 REMEMBERED = 10_000  # samples that failed before something worked
-Tell = Callable[..., Awaitable[None]]
+Tell = Callable[[EventKind, str], Awaitable[None]]
 
 
 class Refused(MilesAsyncError):
@@ -35,7 +36,7 @@ class Refusals:
         self._tell = tell
         self._met: dict[tuple[str, str], int] = {}
 
-    async def add(self, what: str, text: str, *, kind: str = "refused") -> None:
+    async def add(self, what: str, text: str, *, kind: EventKind = EventKind.REFUSED) -> None:
         """One more: counted under `what`, told in an event of `kind` if it is the first of its like."""
         self._count(f"refused/{what}")
         like = (what, _shape(text))
@@ -46,7 +47,7 @@ class Refusals:
             times //= 100
         if times == 1:
             so_far = f" ({self._met[like]} times so far)" if self._met[like] > 1 else ""
-            await self._tell(kind, f"{what}{so_far}: {text}"[:400], level="error")
+            await self._tell(kind, f"{what}{so_far}: {text}"[:400])
 
 
 class Row:

@@ -21,7 +21,8 @@ from actors.runtime.deadline import within
 from actors.runtime.smi import of_gpus
 from bus import Out
 from bus.errors import BusRefused
-from bus.messages.control import USAGE, Event
+from bus.messages.control import Event
+from bus.messages.events import EventKind
 from bus.topology import EVENTS
 
 FIRST_S, PERIOD_S = 2.0, 10.0
@@ -158,5 +159,5 @@ async def tell_usage(
 
 async def _tell(context: Context, source: str, values: Mapping[str, float]) -> None:
     data = {"source": source, "values": {name: float(f"{value:.4g}") for name, value in values.items()}}
-    event = Event(actor=context.name, kind=USAGE, text=source, wall=context.clock.wall(), data=data)
+    event = Event(actor=context.name, kind=EventKind.USAGE, text=source, wall=context.clock.wall(), data=data)
     await context.bus.append([Out(EVENTS, event)], repeatable=True)

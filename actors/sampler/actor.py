@@ -27,14 +27,15 @@ from actors.sampler.progress import Progress, mask_of
 from bus import Commit, Entry, Guard, Out, Tail, ledger
 from bus.knobs.live import KnobValues
 from bus.messages.base import pack_ints
-from bus.messages.control import CREDITS, ENGINE_SLOTS
+from bus.messages.events import EventKind
 from bus.messages.groups import OpenGroup
 from bus.messages.policy import GroupsGivenUp
+from bus.messages.reasons import DropReason
 from bus.messages.samples import Picture, SampleTask, Sampling
+from bus.messages.waits import Wait
 from bus.streams.hop import id_key
 from bus.topology import ACTIVE, GROUPS, PARKED, POLICY, PREFIXES, PROMPTS, TAIL, VERDICTS
 
-PROMPT_GONE = "prompt_gone"
 GROUPS_PER_COMMIT = 16
 QUIET_S = 3.0  # without news; then what is held here is compared with the run's list
 LOOK_AGAIN_S = 0.05  # at free slots of engines, which nobody tells the sampler
@@ -88,10 +89,10 @@ class Sampler:
         """Waits for news of groups, steps and versions (woken by the blocking read); fills free slots after each."""
         context = self._context
         if self._too_long:
-            await context.event("prompts left out", f"{self._too_long} prompts exceed the length limit", level="warning")
+            await context.event(EventKind.PROMPTS_LEFT_OUT, f"{self._too_long} prompts exceed the length limit")
         if self._unseen:
             text = f"{len(self._unseen)} prompts whose pictures cannot be shown, the first: {self._unseen[0]}"
-            await context.event("prompts left out", text, level="warning")
+            await context.event(EventKind.PROMPTS_LEFT_OUT, text)
         await self._note_data()
         tail = Tail(context.bus, [VERDICTS, POLICY, ACTIVE])
         try:
@@ -101,8 +102,8 @@ class Sampler:
                 if context.bus.link.server_restarts != self._restarts:
                     await self._rebuild(tail)
                 issued = 0 if self._progress.finished else await self._fill()
-                what = "news" if issued else ENGINE_SLOTS if self._credits else CREDITS
-                with context.waiting(what):
+                wait = Wait.NEWS if issued else Wait.ENGINE_SLOTS if self._credits else Wait.CREDITS
+                with context.waiting(wait):
                     news = await tail.read(LOOK_AGAIN_S if self._credits else 0.5)
                 now = context.clock.monotonic()
                 if news or issued:
@@ -128,7 +129,7 @@ class Sampler:
             first = (await self._context.bus.state_as("sampler", Position.parse)).cursor.group + 1
             text = f"{self._spec.data.path} has {now} prompts, and {what} that the run had; it goes on at its place among them, "
             text += f"and from group {_group_id(first)} on the id of a prompt means its row there"
-            await self._context.event("prompts changed", text, level="warning")
+            await self._context.event(EventKind.PROMPTS_CHANGED, text)
         await self._context.bus.commit(Commit(state={"sampler.data": self._data}))
 
     def _hear(self, entry: Entry, message: object) -> None:
@@ -146,7 +147,7 @@ class Sampler:
         for group_id, mask in gone.items():
             self._progress.close(group_id, mask)
         if gone:
-            await self._context.event("slots freed", f"samples of {len(gone)} groups are closed, which was not heard")
+            await self._context.event(EventKind.SLOTS_FREED, f"samples of {len(gone)} groups are closed, which was not heard")
 
     async def _listed(self) -> list[OpenGroup]:
         """The run's open samples, by group and part."""
@@ -185,7 +186,7 @@ class Sampler:
             then = f"pending:{group_id}"
             row = self._row_of.get(opened.prompt_id)
             if row is None or opened.prompt_crc not in (0, _crc(self._prompts[row])):
-                books = ledger.dropped(PROMPT_GONE, len(opened.indexes), 0)
+                books = ledger.dropped(DropReason.PROMPT_GONE, len(opened.indexes), 0)
                 await bus.commit(Commit(close_groups=(group_id,), ledger=books, guard=Guard("reissue", done, then)))
                 self._progress.close(group_id)
                 gone.append(opened.prompt_id)
@@ -201,10 +202,10 @@ class Sampler:
             await bus.commit(Commit(append=outs, open_groups=named, guard=guard, bounded=True))
             done = then
         await bus.commit(Commit(guard=Guard("reissue", done, "done")))
-        await self._context.event("issued again", f"{len(groups) - len(gone)} groups of a lost bus")
+        await self._context.event(EventKind.ISSUED_AGAIN, f"{len(groups) - len(gone)} groups of a lost bus")
         if gone:
             text = f"{len(gone)} open groups are of prompts that {self._spec.data.path} holds no more, the first {gone[0]}"
-            await self._context.event("prompts gone", f"{text}; they are dropped", level="warning")
+            await self._context.event(EventKind.PROMPTS_GONE, f"{text}; they are dropped")
 
     async def _fill(self) -> int:
         """Issue what fits; returns the number of groups issued."""

@@ -15,9 +15,10 @@ import msgspec
 from actors.trainer.backend import StepResult
 from actors.trainer.checkpoint import Consumed
 from actors.trainer.cut import Part
-from bus import Entry
+from bus import Entry, ledger
 from bus.messages.groups import GroupKept, OpenGroup, part_key
 from bus.messages.policy import SamplesTrained, SampleTrained, life_of
+from bus.messages.reasons import DropReason
 from bus.messages.versions import VersionSpan, staleness
 
 A_MESSAGE = 50  # samples: some 10 kB
@@ -45,7 +46,7 @@ def consumed_by(
             kept = result.trained_spans[position : position + len(strands)]
             trained.append(chain(*(zip(s.response.spans, k, strict=True) for s, k in zip(strands, kept, strict=True))))
             position += len(strands)
-        reason = "outlasted" if part.came == step else "stale"
+        reason = DropReason.OUTLASTED if part.came == step else DropReason.STALE
         aged_samples = aged_tokens = masked_samples = masked_tokens = 0
         versions: dict[int, int] = {}
         for spans in trained:
@@ -108,17 +109,18 @@ def booked(trained: Sequence[Trained]) -> dict[str, int]:
     """Ledger movements of durable samples; accounts that do not move are left out."""
     moves = {
         "trained": sum(t.consumed.samples for t in trained),
-        "dropped/masked": sum(t.consumed.masked_samples for t in trained),
         "tokens/trained": sum(t.consumed.tokens for t in trained),
-        "tokens/dropped/masked": sum(t.consumed.masked_tokens for t in trained),
     }
+    dropped: list[tuple[str, int, int]] = []
     for item in trained:
         for version, n in item.consumed.versions:
             account = f"tokens/trained/version/{version}"
             moves[account] = moves.get(account, 0) + n
-        for reason, (samples, tokens) in item.consumed.aged.items():
-            moves[f"dropped/{reason}"] = moves.get(f"dropped/{reason}", 0) + samples
-            moves[f"tokens/dropped/{reason}"] = moves.get(f"tokens/dropped/{reason}", 0) + tokens
+        dropped.append((DropReason.MASKED, item.consumed.masked_samples, item.consumed.masked_tokens))
+        dropped += [(reason, samples, tokens) for reason, (samples, tokens) in item.consumed.aged.items()]
+    for one in dropped:
+        for account, n in ledger.dropped(*one).items():
+            moves[account] = moves.get(account, 0) + n
     return {account: n for account, n in moves.items() if n}
 
 

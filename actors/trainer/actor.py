@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from actors.runtime.context import Context
-from actors.runtime.drain import STEP_ENDS
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.in_memory import in_use
 from actors.runtime.priority import COMPUTE_NICE, lower_to
@@ -46,8 +45,10 @@ from actors.trainer.tuned import TunedSteps
 from actors.trainer.turns import Turns
 from bus import Out
 from bus.messages.control import STEP_BEGAN
+from bus.messages.events import EventKind
 from bus.messages.policy import Finished, StepDone
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 from bus.topology import TRAINED
 
 
@@ -113,7 +114,7 @@ class Trainer:
                 await self._followers.start()
                 tasks.create_task(self._followers.watch(), name="ranks")
                 await self._turns.take(first=True)  # engines that are up already make room for the model
-                with self._context.waiting("model and optimizer to load"):
+                with self._context.waiting(Wait.MODEL):
                     await self._in_thread(self._backend.setup, self._spec.backend)
                     self._context.ranks = self._backend.others
                     await self._in_thread(lower_to, COMPUTE_NICE)
@@ -146,7 +147,7 @@ class Trainer:
         context.version = self._version.id
         if start.saved is not None:
             where = start.word.checkpoint
-            await context.event("restored", f"Loaded checkpoint from {where} at step {start.saved}", step=start.saved)
+            await context.event(EventKind.RESTORED, f"Loaded checkpoint from {where} at step {start.saved}", step=start.saved)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -162,7 +163,7 @@ class Trainer:
             await self._lender.take()
             waited = context.clock.monotonic()
             facts = tasks.create_task(asyncio.to_thread(facts_of, batch.groups, step=self._version.step, bound=batch.bound))
-            with context.finishing(STEP_ENDS):  # until the bus knows of the step: a trainer killed before that repeats it
+            with context.finishing(Wait.STEP_ENDS):  # until the bus knows of the step: a trainer killed before that repeats it
                 result = await self._step(batch, tasks)
                 trained = context.clock.monotonic()
                 if result is None:
@@ -220,7 +221,7 @@ class Trainer:
                 continue
             shown = ", ".join(flagged[:5])
             await self._context.event(
-                f"batch/{reason}", f"step {step + 1}: {len(flagged)} samples ({shown})", level="warning"
+                EventKind.BATCH, f"step {step + 1}: {len(flagged)} samples ({shown})", about=reason
             )
         return result
 

@@ -22,6 +22,7 @@ from actors.runtime.numbers import number_of
 from actors.runtime.prompts import decoder_of
 from actors.runtime.whole import Whole, WholeFailed
 from actors.trainer.spec import TrainerSpec
+from bus.messages.events import EventKind
 from bus.messages.groups import GroupKept
 
 FILTER, CONVERT, POSTPROCESS = SETTINGS = (
@@ -65,7 +66,7 @@ class BatchHooks:
         try:
             fates = await self._asked(args, shown)
         except WholeFailed as error:
-            await self._context.refusals.add("batch hook", str(error), kind="batch hook failed")
+            await self._context.refusals.add("batch hook", str(error), kind=EventKind.BATCH_HOOK_FAILED)
             await self._context.clock.sleep(AGAIN_S)
             return False
         for sample, fate in zip(samples, fates, strict=True):

@@ -24,8 +24,11 @@ from actors.trainer.intake import Intake
 from bus import Commit
 from bus.errors import UNREADABLE, BadMessage
 from bus.knobs.live import KnobValues
+from bus.messages.events import EventKind
 from bus.messages.groups import GroupKept, OpenGroup
+from bus.messages.reasons import DropReason
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 
 READ = 64  # entries at once
 LOOK_S = 0.1  # between two looks for entries while a step is trained; a blocking read would outlast the step
@@ -149,7 +152,7 @@ class Batches:
                 )
             await idle()
             wait.close()
-            wait.enter_context(context.waiting(f"{made.missing} of step {step + 1} on groups"))
+            wait.enter_context(context.waiting(Wait.GROUPS, missing=made.missing, step=step + 1))
             if await intake.fetch(READ, 0.5, step=step):
                 came_at = context.clock.monotonic()
                 wait.close()
@@ -184,7 +187,7 @@ class Batches:
         alike = {key: part for key, part in old.items() if reward_version(part) == oldest}
         if sum(len(part.left) for part in alike.values()) >= size:
             return alike
-        await self._intake.give_up(tuple((key, "reward_version") for key in alike), reissue=True)
+        await self._intake.give_up(tuple((key, DropReason.REWARD_VERSION) for key in alike), reissue=True)
         return await self._of_one_version(size)
 
     async def _cut(self, ready: dict[str, Part], *, step: int, size: int, bound: int, rule: Rule, patient: bool) -> Cut:
@@ -211,13 +214,13 @@ class Batches:
             self._known = await self._remembered()
             self._drained.since = "since the trainer's start"
         known, drain = self._known, self._known.drain
-        changed: dict[str, str] = {}
+        changed: dict[EventKind, str] = {}
         if 0 <= bound < known.bound:
-            changed["bound lowered"] = f"from {known.bound} to {bound} steps"
+            changed[EventKind.BOUND_LOWERED] = f"from {known.bound} to {bound} steps"
         if size < known.size:
-            changed["batch lowered"] = f"from {known.size} to {size} samples"
+            changed[EventKind.BATCH_LOWERED] = f"from {known.size} to {size} samples"
         if known.bound > 0 and rule in PARTING and known.rule not in PARTING:
-            changed["rule changed"] = f"from {known.rule} to {rule}"
+            changed[EventKind.RULE_CHANGED] = f"from {known.rule} to {rule}"
         if changed:
             too_many = max(0, (known.bound + 1) * known.size - (bound + 1) * size)
             what, until = ", ".join(changed.values()), step - (-too_many // size) + bound
@@ -246,7 +249,7 @@ class Batches:
             return
         self._context.count("left_behind", made.left_behind)
         text = f"step {step + 1}: {made.left_behind} finished samples are on their last turn and not in the batch"
-        await self._context.event("bound not kept", f"{text}; their oldest tokens will be masked", level="error")
+        await self._context.event(EventKind.BOUND_NOT_KEPT, f"{text}; their oldest tokens will be masked")
         if self._ci_test:
             raise RunEnds(f"{text} (--ci-test)")
 
@@ -263,7 +266,7 @@ class Batches:
         over = any(part.oldest(step + 1) > batch.bound for part in self._intake.ready.values())
         # What was open when it changed is over the bound, or gone, when so many steps are done.
         if step >= drain.until or (step >= drain.since + batch.bound and not over):
-            await self._context.event("bound reached", f"{drain.what}; {self._drained.text()}")
+            await self._context.event(EventKind.BOUND_REACHED, f"{drain.what}; {self._drained.text()}")
             await self._remember(msgspec.structs.replace(self._known, drain=None))
 
 

@@ -23,8 +23,9 @@ import msgspec
 
 from bus import Bus, Commit
 from bus.errors import UNREADABLE, CheckpointOfAnother, CheckpointRefused
-from bus.ledger import Accounts
+from bus.ledger import Accounts, dropped
 from bus.messages.groups import GroupKept, OpenGroup
+from bus.messages.reasons import DropReason
 from bus.messages.versions import PolicyVersion
 from bus.streams.redis import LIFE
 
@@ -295,15 +296,15 @@ async def restore_bus(bus: Bus, state: BusState) -> None:
         - state.ledger.get("tokens/trained", 0)
         - sum(n for account, n in state.ledger.items() if account.startswith("tokens/dropped/"))
     )
-    ledger = dict(state.ledger)
-    if tokens_open:
-        ledger["tokens/dropped/bus_lost"] = ledger.get("tokens/dropped/bus_lost", 0) + tokens_open
+    books = dict(state.ledger)
+    for account, n in dropped(DropReason.BUS_LOST, 0, tokens_open).items():
+        books[account] = books.get(account, 0) + n
     groups = {group.group_id: msgspec.msgpack.encode(group) for group in whole_again(state.open_groups.values())}
     # Not the evaluator's: samples of an evaluation under way are gone, and the next interval measures again.
     fields = {k: v for k, v in state.state.items() if k in ("sampler", "sampler.data", "version", "folded")}
     fields["version"] = str(max(int(fields.get("version") or 0), await bus.state_as("version", lambda text: int(text or 0))))
     fields |= {"saved": str(state.step)}
-    await bus.commit(Commit(ledger=ledger, open_groups=groups, state={**fields, "reissue": "pending"}))
+    await bus.commit(Commit(ledger=books, open_groups=groups, state={**fields, "reissue": "pending"}))
 
 
 def whole_again(opened: Iterable[bytes]) -> list[OpenGroup]:
@@ -336,7 +337,7 @@ def newest_written(weights_dir: Path) -> int:
 
 def booked_as_trained(accounts: Accounts) -> int:
     """Samples whose groups were acknowledged after a step: their entries are gone."""
-    return accounts.trained + accounts.dropped.get("masked", 0)
+    return accounts.trained + accounts.dropped.get(DropReason.MASKED, 0)
 
 
 def fingerprint_of(identity: dict[str, Any]) -> str:

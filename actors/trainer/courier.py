@@ -42,8 +42,10 @@ from bus import Entry, Out, Tail
 from bus.messages.active import Send
 from bus.messages.base import Message
 from bus.messages.control import Event
+from bus.messages.events import EventKind
 from bus.messages.policy import PolicyAnnounced, SendFailed, Sending, WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 from bus.plans import put_plan, version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY
 
@@ -144,9 +146,9 @@ class Courier:
 
     def _hear(self, event: Event) -> None:
         match event.kind:
-            case "ready to receive":
+            case EventKind.READY_TO_RECEIVE:
                 self._ready.add(event.actor)
-            case "activated" | "transport failed":
+            case EventKind.ACTIVATED | EventKind.TRANSPORT_FAILED:
                 self._reported.add(event.actor)
                 took = ", ".join(f"{k} {float(event.data[k]):.3f}" for k in ("pause_s", "total_s") if k in event.data)
                 how = event.data.get("transport", "?")
@@ -203,7 +205,7 @@ class Courier:
         """Before the weights move: from now on the version is in buffers and files alone. Where there are none, waits until engines
         took it from the weights, or could not; of the publisher's order and of their being ready at most the deadline."""
         if self._senders.passing is not None and self._stage is not Stage.EMPTY and not self._moved:
-            with self._context.waiting("engines to take the version from the weights"):
+            with self._context.waiting(Wait.TAKEN):
                 try:
                     async with asyncio.timeout(self._spec.deadline_s):
                         await self._taken.wait()
@@ -218,13 +220,13 @@ class Courier:
         if last and self._spec.transport != "disk":
             await self._to_disk(self._version, 0)
         if self._task is not None:
-            with self._context.waiting("the version to be published"):
+            with self._context.waiting(Wait.PUBLISHED):
                 await self._task
         if last:  # told: nothing of it is said once the run has finished
             self._stage = Stage.EMPTY
 
     async def _make_room(self) -> None:
-        with self._context.waiting("the former version to be published"):
+        with self._context.waiting(Wait.FORMER):
             task = self._task
             if task is not None and self._stage is Stage.GATHERING:
                 await asyncio.wait([task], timeout=PATIENCE_S)
@@ -332,7 +334,7 @@ class Courier:
             blamed = members if self._senders.nccl is not None else members - self._ready
             self._senders.end_group()
             text = f"version {version.id} goes by files: {error}"
-            await self._context.event("transfer failed", text[:300], level="warning", version=version.id)
+            await self._context.event(EventKind.TRANSFER_FAILED, text[:300], version=version.id)
             await self._say(SendFailed(version=version, workers=tuple(sorted(blamed)), text=text[:300]))
         finally:
             self._stage = Stage.HELD
@@ -369,4 +371,4 @@ class Courier:
                     await self._news.wait()
         except TimeoutError:
             late = ", ".join(sorted(self._left() - self._reported))
-            await self._context.event("transfer late", f"version {version.id}: no report of {late}", level="warning")
+            await self._context.event(EventKind.TRANSFER_LATE, f"version {version.id}: no report of {late}")

@@ -22,6 +22,7 @@ import msgspec
 
 from actors.runtime.staleness import Rule
 from bus.messages.groups import GroupKept, index_of
+from bus.messages.reasons import DropReason
 from bus.messages.samples import Scored
 from bus.messages.versions import staleness
 
@@ -83,7 +84,7 @@ class Cut(msgspec.Struct, frozen=True):
     says what the trainer waits for. `left_behind`: samples not taken that are due now, and will lose tokens."""
 
     take: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    drop: tuple[tuple[str, str], ...] = ()
+    drop: tuple[tuple[str, DropReason], ...] = ()
     missing: str = ""
     left_behind: int = 0
 
@@ -104,7 +105,7 @@ def cut(
 ) -> Cut:
     """The batch of `step` from what is ready. `bound` in steps. `elsewhere`: open samples that are not here yet, by the step of
     their issue; None = the rule gives no promise. `window`: groups that `wait` may take from, None = any."""
-    drop: list[tuple[str, str]] = []
+    drop: list[tuple[str, DropReason]] = []
     fit: list[tuple[int, str]] = []
     for key, part in ready.items():
         if part.hopeless(step, bound) or (rule == "drop" and part.over(step, bound)):
@@ -180,9 +181,9 @@ def excess(
     return worst
 
 
-def drop_reason(part: Part, step: int, bound: int) -> str:
+def drop_reason(part: Part, step: int, bound: int) -> DropReason:
     """Why a part with no trainable token left is dropped: it waited here (at bound 0: a wave larger than its batch), or its own
     generation outlasted the bound."""
     if part.came == step:
-        return "outlasted"
-    return "surplus" if bound == 0 else "stale"
+        return DropReason.OUTLASTED
+    return DropReason.SURPLUS if bound == 0 else DropReason.STALE

@@ -26,10 +26,10 @@ from bus.errors import Poison
 from bus.inspect import wall_of
 from bus.messages.groups import GroupKept, OpenGroup, Turned
 from bus.messages.policy import ALREADY_TRAINED, Checkpointed, GroupsGivenUp
+from bus.messages.reasons import DropReason
 from bus.topology import GROUPS, POLICY
 
 ACKS_PER_COMMIT = 200
-MALFORMED = "malformed"
 SETTLED_KEPT = 512  # entries at least, and those of the newest checkpoint; more than a second's worth
 
 
@@ -41,7 +41,7 @@ class GivenUp(msgspec.Struct):
     prompts: list[str] = []
     samples: list[str] = []
 
-    def told(self, reason: str) -> GroupsGivenUp:
+    def told(self, reason: DropReason) -> GroupsGivenUp:
         return GroupsGivenUp(
             groups=tuple((group, reason) for group in self.groups),
             prompts=tuple(self.prompts),
@@ -165,19 +165,19 @@ class Intake:
         opened = await self._listed(key) if key else None
         if opened is None or self._held(key) is not None or (isinstance(message, GroupKept) and not _is(message, opened)):
             return Commit()
-        given_up = GroupsGivenUp(groups=((opened.group_id, MALFORMED),), samples=opened.sample_ids)
+        given_up = GroupsGivenUp(groups=((opened.group_id, DropReason.MALFORMED),), samples=opened.sample_ids)
         return Commit(
             append=(Out(POLICY, given_up),),
             close_groups=(key,),
-            ledger=ledger.dropped(MALFORMED, len(opened.indexes), header_tokens(entry)),
+            ledger=ledger.dropped(DropReason.MALFORMED, len(opened.indexes), header_tokens(entry)),
         )
 
-    async def give_up(self, drops: tuple[tuple[str, str], ...], *, reissue: bool) -> None:
+    async def give_up(self, drops: tuple[tuple[str, DropReason], ...], *, reissue: bool) -> None:
         """Drop ready parts for good, with their reason; the sampler may start the prompts of whole groups again. Of a part of
         which some samples are trained, the others wait for its acknowledgement as dropped."""
         whole = {key for key, _ in drops if not self.ready[key].group.part and key not in self._trained}
         at_once: list[Trained] = []
-        said: dict[str, GivenUp] = {}
+        said: dict[DropReason, GivenUp] = {}
         for key, reason in sorted(drops, key=lambda drop: drop[0] not in whole):
             part = self.ready.pop(key)
             left = [part.group.samples[at] for at in part.left]

@@ -17,9 +17,10 @@ from actors.trainer.batches import Batch
 from actors.trainer.convert import to_samples
 from actors.trainer.intake import Intake
 from bus.errors import InvariantBroken
+from bus.messages.events import EventKind
+from bus.messages.reasons import DropReason
 
 MOST_REFUSED = 8  # batches in a row
-REASON = "refused"
 
 
 class RefusedBatches:
@@ -45,13 +46,12 @@ class RefusedBatches:
         again = keys == self._skipped
         self._skipped = () if again else keys
         await self._context.event(
-            "step skipped",
+            EventKind.STEP_SKIPPED,
             f"step {step}: gradient not finite, weights unchanged; its {len(keys)} groups are "
             + ("given up" if again else "tried again"),
-            level="error",
         )
         if again:
-            await self._intake.give_up(tuple((key, "nonfinite_gradient") for key in keys), reissue=False)
+            await self._intake.give_up(tuple((key, DropReason.NONFINITE_GRADIENT) for key in keys), reissue=False)
             self._row.failed(min(keys, default=""), "its gradient was not finite, and weights did not change")
 
     async def settle(self, batch: Batch, work: StepBatch, error: BatchRefused) -> None:
@@ -64,11 +64,12 @@ class RefusedBatches:
                 found[key] = why
         if not found or (len(found) == len(batch.keys) > 1):
             text = f"step {work.step + 1} cannot be trained: {error} Its {len(batch.groups)} groups stay pending."
-            await self._context.event("batch refused", text, level="error")
+            await self._context.event(EventKind.BATCH_REFUSED, text)
             raise RunEnds(text) from error
         for key, why in found.items():
-            await self._context.refusals.add("batch", f"step {work.step + 1}: {key} is given up: {why}", kind="batch refused")
-        await self._intake.give_up(tuple((key, REASON) for key in found), reissue=False)
+            text = f"step {work.step + 1}: {key} is given up: {why}"
+            await self._context.refusals.add("batch", text, kind=EventKind.BATCH_REFUSED)
+        await self._intake.give_up(tuple((key, DropReason.REFUSED) for key in found), reissue=False)
         if error.half_done:
             raise InvariantBroken(
                 f"step {work.step + 1} was half done when it met {', '.join(found)}: {error} These are given up, and the trainer "

@@ -30,6 +30,7 @@ from bus import Commit, Guard, Out, ledger
 from bus.errors import BusWentBack, CheckpointRefused, InvariantBroken
 from bus.messages.policy import Finished, Restored, StepDone
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 from bus.topology import POLICY
 
 
@@ -138,7 +139,7 @@ async def _loaded(
         left_out = {"optim": spec.no_load_optim, "rng": spec.no_load_rng}
         own = parent.absolute() == Path(spec.save).absolute()
         drops = tuple(name for name, out in left_out.items() if out and not own)
-        with context.waiting(f"checkpoint {step} to load"):
+        with context.waiting(Wait.CHECKPOINT_LOADED, step=step):
             await in_thread(backend.load, iter_dir(parent, step), drops)
     except CheckpointRefused as error:
         raise Refused(refusal(error, parent, step)) from error

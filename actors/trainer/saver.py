@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from actors.runtime.context import Context
-from actors.runtime.drain import CHECKPOINT
 from actors.runtime.faultpoints import fault_point
 from actors.trainer.accounts import Trained, booked
 from actors.trainer.backend import Checkpoint
@@ -17,8 +16,10 @@ from actors.trainer.checkpoint import BusState, finish, iter_dir
 from actors.trainer.intake import Intake
 from actors.trainer.record import path_of
 from bus.errors import MilesAsyncError
+from bus.messages.events import EventKind
 from bus.messages.policy import Checkpointed
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 from bus.topology import POLICY
 
 KEPT_STEPS, TRIM_STEPS = 1000, 50  # of the policy log of a run without checkpoints; its first cut comes this late
@@ -64,7 +65,7 @@ class Saver:
         except OSError as error:
             await self._failed(version.step, error)
             return
-        with context.finishing(CHECKPOINT):
+        with context.finishing(Wait.CHECKPOINT):
             copied = await self._in_thread(copy, target)
         bus_state = await self._bus_state(version)
         fault_point(context.name, "checkpoint_copied")
@@ -73,7 +74,7 @@ class Saver:
     async def wait(self) -> None:
         """Until the save under way is durable and acknowledged."""
         if self._task is not None:
-            with self._context.waiting(CHECKPOINT):
+            with self._context.waiting(Wait.CHECKPOINT):
                 await self._task
 
     async def _bus_state(self, version: PolicyVersion) -> BusState:
@@ -114,16 +115,15 @@ class Saver:
         done = Checkpointed(step=state.step, path=str(target), save_s=seconds)
         await self._intake.acknowledge(state.step, done)
         await self._trim_policy(max(2, self._keep_last))
-        await context.event("checkpoint", f"step {state.step} saved in {seconds:.2f} s", step=state.step)
+        await context.event(EventKind.CHECKPOINT, f"step {state.step} saved in {seconds:.2f} s", step=state.step)
         if self._save_hf:
             await self._export(copied, state.step)
 
     async def _failed(self, step: int, error: OSError) -> None:
         await self._context.event(
-            "checkpoint failed",
+            EventKind.CHECKPOINT_FAILED,
             f"checkpoint {step} not written to {self._save}: {error.strerror or error}. The former checkpoint "
             "is intact and training goes on; free space or correct --save, the next interval tries again.",
-            level="error",
             step=step,
         )
 
@@ -134,9 +134,9 @@ class Saver:
             await asyncio.to_thread(copied.write_hf, target)
         except OSError as error:
             text = f"step {step} not exported to {target}: {error.strerror or error}. Training goes on; correct --save-hf."
-            await self._context.event("export failed", text, level="error")
+            await self._context.event(EventKind.EXPORT_FAILED, text)
         else:
-            await self._context.event("export", f"step {step} as a Hugging Face model in {target}", step=step)
+            await self._context.event(EventKind.EXPORT, f"step {step} as a Hugging Face model in {target}", step=step)
 
     async def no_checkpoint(self, step: int) -> None:
         """As the end of a step of which no checkpoint will ever be written: nobody goes back, and who starts late needs the

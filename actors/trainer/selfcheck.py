@@ -13,6 +13,7 @@ from actors.runtime.context import Context
 from actors.runtime.run import RunEnds
 from actors.trainer.backend import BackendConfig
 from actors.trainer.objective_config import ObjectiveConfig
+from bus.messages.events import EventKind
 
 VALUE, LIMIT = "train/selfcheck/", "train/selfcheck_limit/"
 ENGINE = "forward_logp_abs_diff"  # trainer against engine, also where the loss takes the engine's log-probs for its own
@@ -101,9 +102,9 @@ async def tell(context: Context, metrics: Mapping[str, float | None], *, ends: b
     """Say what the first step's checks found. Raises RunEnds for a failure if `ends` (--ci-test), nothing acknowledged."""
     found, made = failures(metrics), checks_made(metrics)
     for line in found:
-        await context.event("self-check", f"step 1: {line}", level="error")
+        await context.event(EventKind.SELF_CHECK, f"step 1: {line}", level="error")
     if not found and metrics:
         unchecked = "step 1 is done again and trains on what lost weights made: not checked"
-        await context.event("self-check", f"step 1 passed its {made} checks" if made else unchecked)
+        await context.event(EventKind.SELF_CHECK, f"step 1 passed its {made} checks" if made else unchecked)
     if found and ends:
         raise RunEnds(f"step 1 failed {len(found)} of its {made} checks (--ci-test): {found[0]}")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.runtime.context import Context
+from bus.messages.events import EventKind
 
 
 class StepFiles:
@@ -38,4 +39,4 @@ class StepFiles:
         if what not in self._failing:
             self._failing.add(what)
             text = f"{what} of step {step} not written to {where}: {why}. Training goes on without; free space there."
-            await self._context.event("not written", text, level="warning", step=step)
+            await self._context.event(EventKind.NOT_WRITTEN, text, step=step)

@@ -18,6 +18,7 @@ from bus.errors import KnobRejected
 from bus.knobs import propose, values_at
 from bus.knobs.live import pending
 from bus.knobs.plans import carry_out
+from bus.messages.events import EventKind
 
 MOST_TRIED = 4  # earlier epochs
 
@@ -43,7 +44,7 @@ class TunedSteps:
             except KnobRejected:
                 continue  # cancelled this moment
             if made.at_step is msgspec.UNSET:
-                await context.event("knobs refused", f"knob epoch {made.epoch}: {made.reason}", level="error")
+                await context.event(EventKind.KNOBS_REFUSED, f"knob epoch {made.epoch}: {made.reason}")
             await live.reach(made.epoch)
 
     async def train(self, work: StepBatch, epoch: int) -> StepResult:
@@ -94,4 +95,4 @@ class TunedSteps:
             text += f", whose values are back as epoch {made.epoch}: {', '.join(f'{k}={v}' for k, v in made.values.items())}."
         except KnobRejected:
             text += "; others have changed them since."
-        await context.event("knobs refused", text, level="error")
+        await context.event(EventKind.KNOBS_REFUSED, text)

@@ -26,6 +26,7 @@ from actors.trainer.spec import TurnSpec
 from bus import Commit, Entry, Out, Tail
 from bus.messages.control import Event, Vitals
 from bus.messages.policy import Turn
+from bus.messages.waits import Wait
 from bus.topology import EVENTS, POLICY
 
 SILENT_S = 10.0  # a worker without a word for so long is gone, while the run stops and nobody starts it again
@@ -96,9 +97,9 @@ class Turns:
                 missing.discard(message.actor)
                 self.released.append(message)
 
-        what = f"{', '.join(sorted(missing))} to give the GPU to the trainer"
-        with self._context.waiting(what):
-            async with deadline(self._patience_s, f"turn {self._number}: the wait for {what}"):
+        workers = ", ".join(sorted(missing))
+        with self._context.waiting(Wait.GPU, workers=workers):
+            async with deadline(self._patience_s, f"turn {self._number}: the wait for {Wait.GPU.text(workers=workers)}"):
                 while missing := missing - await self._gone(missing, heard):
                     await fold_log(self._context, await tail.read(0.5), hear)
 

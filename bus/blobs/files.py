@@ -21,6 +21,7 @@ from pathlib import Path
 from bus.blobs.api import parse_ref
 from bus.clock import Clock, SystemClock
 from bus.errors import BadMessage, BusFull
+from bus.messages.waits import Wait
 from bus.private import private_directory
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class FileBlobs:
                         raise
                     if not self.full:
                         log.warning("%s Trying again for %.0f s", error, self._deadline_s)
-                self.full = f"space in {self._directory}"
+                self.full = Wait.BLOB_SPACE.text(folder=self._directory)
                 await self._clock.sleep(pause_s)
                 pause_s = min(1.0, 2 * pause_s)
         finally:

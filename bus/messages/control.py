@@ -7,24 +7,12 @@ from typing import Any, Literal
 import msgspec
 
 from bus.messages.base import Header, Message
+from bus.messages.events import Level
+from bus.messages.waits import Wait
 
 ActorState = Literal["starting", "running", "waiting", "draining", "stalled", "stopped", "failed"]
-BOOTING = "the engine to boot"
-"""What a worker waits for while it can serve nothing: no deadline of an activation runs meanwhile."""
-UNLENT = "the trainer to lend its GPUs"
-"""What a worker on the trainer's GPUs waits for (--lend-trainer-gpus): it serves nothing, gets no version, and nothing is wrong."""
-CREDITS = "credits: news of verdicts, policy or active"
-"""What the sampler waits for while the staleness bound or the batch admits no more groups; as long as a step takes, or longer."""
-ENGINE_SLOTS = "engine slots: news of verdicts, policy or active"
-"""What the sampler waits for while it may issue groups and no engine could begin one."""
-READING = "the prompts of "
-"""What a room's wait begins with while it reads prompts: nothing is issued meanwhile, and its note says how far it came."""
-
 STEP_BEGAN = "step_began"
 """Counter in a trainer's vitals while it trains: when the step began, by the clock of their `wall`."""
-
-USAGE = "system"
-"""Kind of the events that tell what a host or the Redis uses."""
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,6 +80,11 @@ class Vitals(Message, frozen=True, kw_only=True, tag="event.vitals"):
     release: str = ""  # of miles_async; empty = it did not say
     ranks: str | msgspec.UnsetType = msgspec.UNSET  # of a trainer with several: process ids of the others, by host
 
+    @property
+    def wait(self) -> Wait | None:
+        """The kind of what it waits for; None where it waits for nothing, or for something that only another release knows."""
+        return Wait.of(self.waits_for)
+
     def header(self) -> Header:
         return Header(id=self.actor, version=self.version, note=self.state)
 
@@ -103,7 +96,7 @@ class Event(Message, frozen=True, kw_only=True, tag="event.note"):
     kind: str
     text: str
     wall: float
-    level: Literal["info", "warning", "error"] = "info"
+    level: Level = "info"
     data: dict[str, Any] = {}
 
     def header(self) -> Header:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from actors.runtime.holding import take_name
 from bus.errors import BusRefused, NameTaken
 from bus.identity import Identity, read_identity
+from bus.messages.events import EventKind
 
 if TYPE_CHECKING:
     from actors.runtime.context import Context
@@ -50,7 +51,7 @@ class Stay:
             if self.changed and not context.draining.is_set():
                 context.state = "draining"
                 context.draining.set()
-                await context.event("leaves", self.why())
+                await context.event(EventKind.LEAVES, self.why())
 
     def why(self) -> str:
         """Why it ended the room, in words."""

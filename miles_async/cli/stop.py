@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from bus.messages.events import EventKind
 from miles_async.cli.options import add_run_options, chosen_run
 from miles_async.settings.runs import RunRef
 
@@ -65,7 +66,7 @@ async def _wish(ref: RunRef) -> str:
 
     who = f"stop@{socket.gethostname()}:{os.getpid()}"
     async with attached(ref) as bus:
-        event = Event(actor=who, kind="stop requested", text="miles-async stop", wall=bus.clock.wall())
+        event = Event(actor=who, kind=EventKind.STOP_REQUESTED, text="miles-async stop", wall=bus.clock.wall())
         await bus.commit(Commit(state={STOP_WISH: who}, append=(Out(EVENTS, event),)))
         return bus.config.run
 

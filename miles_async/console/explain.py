@@ -8,23 +8,18 @@ from collections.abc import Mapping
 from actors.runtime.snapshot import ActorFacts
 from actors.runtime.staleness import rule_of
 from actors.sampler.admission import open_limit
-from bus.messages.control import BOOTING, CREDITS, ENGINE_SLOTS, READING, UNLENT
+from bus.messages.waits import Wait
 from bus.topology import STREAMS
 from miles_async.console.places import Incomplete
 from miles_async.console.scene import Scene
 from miles_async.console.text import duration, plural
 from miles_async.console.web.looks import doing
 
-# Waits that may last for ever without anything being wrong: the room has done its work and others have not.
-IDLE_WAITS = (
-    *("an entry", "requests", "news", CREDITS, ENGINE_SLOTS, "announcements", "a version to measure", "a free slot"),
-)
 LIMITING = (
     *("max_weight_staleness", "rollout_batch_size", "over_sampling_batch_size", "update_weights_interval", "staleness_lookahead"),
 )
 NEWEST, FEWEST, MANY = 200, 8, 0.5  # groups judged last, so many at least, and the share of drops that is worth a word
 LONG_S = 5.0  # a group that waits for its siblings is named after this
-TURN_WAIT = ("the trainer's turn", UNLENT)  # as long as a step takes or longer, where engines share the trainer's GPUs
 
 
 def explain(scene: Scene) -> list[tuple[str, str]]:
@@ -34,7 +29,7 @@ def explain(scene: Scene) -> list[tuple[str, str]]:
 
 def _sentence(actor: ActorFacts, scene: Scene) -> str:
     vitals = actor.vitals
-    idle = vitals.waits_for.startswith(IDLE_WAITS)
+    idle = vitals.wait is not None and vitals.wait.length == "idle"
     if not vitals.waits_for or (vitals.in_flight and idle):
         if vitals.state in ("running", "waiting"):
             what = f"works on {plural(vitals.in_flight, 'entry')}" if vitals.in_flight else "works"
@@ -51,9 +46,9 @@ def waiting_since(actor: ActorFacts, scene: Scene) -> float:
     the age of the newest entry on the streams it reads, or of the last step for the trainer."""
     vitals = actor.vitals
     own = actor.waited_s
-    if vitals.role == "trainer" and " on groups" in vitals.waits_for:
+    if vitals.role == "trainer" and vitals.wait is Wait.GROUPS:
         return max(own, scene.snapshot.policy.step_age_s)
-    if vitals.waits_for.startswith("an entry of"):
+    if vitals.wait is Wait.ENTRY:
         words = vitals.waits_for.replace("+", " ").replace(",", " ").split()
         facts = [scene.snapshot.streams[s.name] for s in STREAMS if s.readers and s.name in words]
         ages = [f.newest_age_s for f in facts if f.newest_id]
@@ -66,26 +61,26 @@ def because(actor: ActorFacts, scene: Scene) -> str:
     vitals, policy = actor.vitals, scene.snapshot.policy
     announced = f"version {policy.announced} was announced {duration(policy.announced_age_s)} ago"
     match vitals.role:
-        case "trainer" if " on groups" in vitals.waits_for:
+        case "trainer" if vitals.wait is Wait.GROUPS:
             late = [group for group in scene.places.incomplete() if scene.now - group.since >= LONG_S]
             named = f"; {incomplete_text(late[0], scene.now)}" if late else ""
             return f": {'; '.join(filter(None, (held_up(scene), drops_text(scene))))}. {open_text(scene)}{named}"
-        case "sampler" if vitals.waits_for.startswith(READING):
+        case "sampler" if vitals.wait is Wait.READING:
             return f": {vitals.note}" if vitals.note else ""
         case "sampler" if policy.active < 0:
             return ": no engine serves a version yet, groups issued now would be born stale"
-        case "sampler" if vitals.waits_for == ENGINE_SLOTS:
+        case "sampler" if vitals.wait is Wait.ENGINE_SLOTS:
             busy, slots = taken_slots(scene)
             return f": {busy} of {plural(slots, 'slot')} are taken; prompts are issued as they come free"
         case "sampler":
             return f": {open_text(scene)}; a slot comes free when a group is dropped, or trained and its version active"
-        case "generation" if vitals.waits_for == "a current version":
+        case "generation" if vitals.wait is Wait.CURRENT_VERSION:
             return f": {announced}" if policy.announced >= 0 else ": the trainer has announced none yet"
-        case "generation" if vitals.waits_for == BOOTING:
+        case "generation" if vitals.wait is Wait.BOOTING:
             return f": {vitals.note}" if vitals.note else ""
-        case "generation" if vitals.waits_for == UNLENT:
+        case "generation" if vitals.wait is Wait.UNLENT:
             return ": it needs them, or no wait of its is long enough"
-        case "generation" if vitals.waits_for.startswith(TURN_WAIT):
+        case "generation" if vitals.wait is Wait.TURN:
             return f": {plural(vitals.in_flight, 'sample')} go on afterwards" if vitals.in_flight else ""
         case "generation" | "reward" | "filter":
             return f": {open_text(scene)}"
@@ -126,7 +121,7 @@ def held_up(scene: Scene) -> str:
             f"generation holds it up, all {slots} slots of {plural(len(workers), 'worker')} are taken and "
             f"{plural(queued, 'sample')} wait for one"
         )
-    if waiting.get("sampler") == CREDITS and busy < slots and not queued:
+    if Wait.of(waiting.get("sampler", "")) is Wait.CREDITS and busy < slots and not queued:
         return (
             f"the staleness bound holds prompts back, {_of_most(scene)} are open and "
             f"{slots - busy} of {slots} slots are free"

@@ -10,6 +10,7 @@ import msgspec
 from actors.recorder.history import History, Step
 from actors.recorder.records import Record
 from bus.inspect import StreamFacts
+from bus.messages.events import EventKind
 
 RECENT = 20
 FRESH_S = 600.0  # a restart or an error stays in sight for so long, whatever else is said meanwhile
@@ -98,7 +99,7 @@ def alarms(history: History, wall: float, count: int) -> list[Record]:
     newest = {(r["actor"], r["event"]): r for r in history.faults[-200:]}
 
     def weight(record: Record) -> tuple[bool, float]:
-        grave = record["level"] == "error" or record["event"] in ("restart", "stall")
+        grave = record["level"] == "error" or record["event"] in (EventKind.RESTART, EventKind.STALL)
         return grave and wall - float(record["wall"]) < FRESH_S, float(record["wall"])
 
     return sorted(sorted(newest.values(), key=weight)[-count:], key=lambda r: float(r["wall"]))

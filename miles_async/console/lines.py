@@ -14,7 +14,8 @@ from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.client import without_secrets
 from bus.errors import printable
 from bus.ledger import accounts_of
-from bus.messages.control import BOOTING, READING, Vitals
+from bus.messages.control import Vitals
+from bus.messages.waits import Wait
 from miles_async.console.figures import RECENT, eta_s, throughput
 from miles_async.console.text import duration, human_count, knob_text, percent, plural, shorten
 
@@ -49,7 +50,7 @@ def waits_text(actor: ActorFacts) -> str:
     if not vitals.waits_for:
         return vitals.note
     since = f" {duration(actor.waited_s)}" if actor.waited_s >= 1 else ""
-    so_far = f" ({vitals.note})" if vitals.note and vitals.waits_for.startswith((READING, BOOTING)) else ""
+    so_far = f" ({vitals.note})" if vitals.note and vitals.wait in (Wait.READING, Wait.BOOTING) else ""
     return f"{vitals.waits_for}{since}{so_far}"
 
 

@@ -20,7 +20,7 @@ from actors.runtime.deadline import within
 from actors.runtime.snapshot import read_snapshot
 from bus import Bus
 from bus.errors import BusUnreachable, printable
-from bus.messages.control import READING
+from bus.messages.waits import Wait
 from miles_async.console.lines import plain_line, state_text, waits_text
 from miles_async.console.text import duration
 from miles_async.console.top.page import Page
@@ -94,7 +94,7 @@ async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Call
             continue  # `_follow` says so
         if feed.history.steps:  # it came meanwhile
             return
-        actors = [a for a in snapshot.of_role("sampler") if a.vitals.waits_for.startswith(READING)]
+        actors = [a for a in snapshot.of_role("sampler") if a.vitals.wait is Wait.READING]
         actors += [a for role in ("generation", "trainer") for a in snapshot.of_role(role)[:2]]
         said = [f"{a.vitals.actor} {state_text(a)} {waits_text(a)}".rstrip() for a in actors]
         if not snapshot.living("generation"):

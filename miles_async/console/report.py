@@ -24,10 +24,11 @@ import msgspec
 from actors.recorder.history import MAX_STALENESS, REWARD, History
 from bus.errors import InvariantBroken
 from bus.ledger import Accounts, accounts_of
+from bus.messages.reasons import meaning
 from miles_async.console.figures import TRAINER, shares, throughput
 from miles_async.console.report_data import Run, data_of, read_run
 from miles_async.console.shadow.results import notes as shadow_notes
-from miles_async.console.text import OWN_REASON, duration, human_bytes, human_count, knob_text, meaning, percent, plural
+from miles_async.console.text import duration, human_bytes, human_count, knob_text, percent, plural
 from miles_async.console.whatif.advice import advise, share
 
 FILE, COMPARED = "report.html", "report-compared.html"
@@ -232,7 +233,7 @@ def _drops(history: History, accounts: Accounts | None) -> str:
         of, unit, issued = history.drops, "groups", ""
     if not of:
         return ""
-    rows = [[why, f"{n:,}", meaning(why) or OWN_REASON] for why, n in sorted(of.items(), key=lambda i: -i[1])]
+    rows = [[why, f"{n:,}", meaning(why)] for why, n in sorted(of.items(), key=lambda i: -i[1])]
     table = _table(["reason", unit, ""], rows, numbers=0)
     return _card("Dropped", f"{sum(of.values()):,} {unit}{issued}, by reason.", table)
 

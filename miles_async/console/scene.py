@@ -21,6 +21,7 @@ from bus.inspect import Head, newest_heads, noted_entries, wall_of
 from bus.knobs.live import read_history, values_at
 from bus.ledger import LedgerCheck, check
 from bus.messages.control import DeadLetter, Event
+from bus.messages.events import EventKind
 from bus.messages.policy import StepDone
 from bus.server.checks import ServerFacts
 from bus.streams.hop import id_key
@@ -30,10 +31,15 @@ from miles_async.governor.standing import Standing, read_standing
 
 NEWS_S, MOST_DEAD = 600.0, 50
 KINDS = (
-    *("restart", "engine stalled", "engine boot failed", "engine boot refused", "weights refused", "transport failed"),
-    "checkpoint failed",
+    EventKind.RESTART,
+    EventKind.ENGINE_STALLED,
+    EventKind.ENGINE_BOOT_FAILED,
+    EventKind.ENGINE_BOOT_REFUSED,
+    EventKind.WEIGHTS_REFUSED,
+    EventKind.TRANSPORT_FAILED,
+    EventKind.CHECKPOINT_FAILED,
 )
-MOST = {**dict.fromkeys(KINDS, 100), "activated": 8}
+MOST: dict[str, int] = {**dict.fromkeys(KINDS, 100), EventKind.ACTIVATED: 8}
 """Kinds of events that a rule looks at, and how many of each at most: those of many workers would crowd out all others."""
 
 

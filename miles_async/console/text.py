@@ -115,30 +115,3 @@ def knob_text(record: Mapping[str, Any]) -> str:
     if record.get("planned"):
         return f"planned for step {record['at_step']}: {values}"
     return values or (f"plan of epoch {record['plan']} ended" if "plan" in record else "nothing new")
-
-
-MEANING = {
-    "zero_std_": "all rewards of the group are equal: no advantage to learn from",
-    "truncated": "a response was cut at the length limit",
-    "reward_not_finite": "a reward is NaN, infinite or too large",
-    "nothing_to_train": "no token of the group may be trained",
-    "reward_version": "scored under an earlier reward_version: a step takes one alone",
-    "judge_raised": "the filter raised an exception",
-    "lost_poison": "a sample could not be generated or scored in all its attempts",
-    "lost_malformed": "a message of the group could not be read",
-    "lost_evicted": "the buffer policy gave a parked sample up",
-    "lost_cancelled": "the rollout function neither returned the group nor gave it back",
-    "prompt_gone": "its prompt was no more in the data when a lost bus was made anew",
-    "malformed": "the trainer could not read a kept group",
-    "refused": "the training library could not take the group",
-    "outlasted": "its own generation took longer than the staleness bound",
-    "stale": "over the staleness bound, because it waited for siblings or the bound was lowered",
-    "surplus": "at bound 0: groups of a wave larger than its batch",
-    "nonfinite_gradient": "the step's gradient was not finite twice",
-}
-OWN_REASON = "a reason of the run's own filter"
-
-
-def meaning(reason: str) -> str:
-    """Why a group was dropped, in words; a filter may return reasons of its own."""
-    return next((text for known, text in MEANING.items() if reason == known or (known[-1] == "_" and reason.startswith(known))), "")

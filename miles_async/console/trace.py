@@ -18,10 +18,11 @@ from actors.recorder.trained import FILE as TRAINED_FILE
 from actors.recorder.trained import LIVES, pages_with
 from actors.recorder.trained import OLDER as TRAINED_OLDER
 from bus.messages.groups import index_of
+from bus.messages.reasons import meaning
 from bus.messages.samples import Mark
 from bus.streams.hop import id_key
 from bus.topology import VERDICTS
-from miles_async.console.text import meaning, plural, shorten
+from miles_async.console.text import plural, shorten
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.runs import read_settings
 
@@ -233,7 +234,7 @@ def _moments(record: Record, sample_id: str, group: str) -> list[Moment]:
             again = ", its prompt is issued again" if record.get("reissued") else ""
             who = "filter" if str(record.get("entry")).startswith(VERDICTS.name) else "trainer"
             text = f"group dropped by the {who}: {record['reason']}{again}"
-            text += f" ({words})" if (words := meaning(str(record["reason"]))) else ""
+            text += f" ({meaning(str(record['reason']))})"
             return [Moment(wall, "dropped", text, {"reason": record["reason"], "by": who})]
         case "sample" if record["sample"] == sample_id:
             text = f"reward {record['reward']:g} (label {record['label']}) for\n{record['prompt']}{record['response']}"

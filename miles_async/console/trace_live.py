@@ -19,6 +19,7 @@ from bus.errors import BadMessage
 from bus.identity import read_identity
 from bus.inspect import entries_with, wall_of
 from bus.messages.control import Event
+from bus.messages.events import EventKind
 from bus.messages.groups import GroupVerdict, OpenGroup
 from bus.messages.samples import Mark
 from bus.streams.hop import id_key
@@ -168,7 +169,7 @@ async def _told(bus: Bus, entries: list[Entry], sample_id: str, group: str) -> t
         except BadMessage:
             continue
         match message:
-            case Event(kind="sample"):  # a text that was kept, which `samples` shows
+            case Event(kind=EventKind.SAMPLE):  # a text that was kept, which `samples` shows
                 continue
             case Event():
                 if message.level != "info" and names(message.text, sample_id, group):

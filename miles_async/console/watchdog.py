@@ -10,6 +10,7 @@ from bus.errors import BusFull, BusUnreachable
 from bus.leavers import forget_leavers
 from bus.ledger import LedgerCheck, check
 from bus.messages.control import Event
+from bus.messages.events import EventKind
 from bus.sweep import sweep_orphans
 from bus.topology import EVENTS
 from miles_async.console.doctor.diagnosis import diagnose
@@ -74,7 +75,7 @@ async def watch(bus: Bus, stop: asyncio.Event, *, every_s: float = 10.0, persist
 def _event(finding: Finding, wall: float) -> Event:
     return Event(
         actor="watchdog",
-        kind="stall",
+        kind=EventKind.STALL,
         text=finding.text[:500],
         wall=wall,
         level="error" if finding.level == "error" else "warning",

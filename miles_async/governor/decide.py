@@ -19,7 +19,7 @@ from actors.runtime.staleness import rule_of
 from miles_async.console.whatif.advice import GAIN, Choice, predict, share
 from miles_async.console.whatif.observed import Observed, observe
 from miles_async.governor.look import AUTHOR, Look, Reading, read
-from miles_async.governor.standing import Knob, Note
+from miles_async.governor.standing import Knob, Note, NoteKind
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.governor import GOVERNED
 from miles_async.settings.live import check_patch
@@ -238,7 +238,7 @@ class _Case:
         text = f"{knob.name} = {knob.value} is at the {end} end of {knob.envelope} = {knob.low}:{knob.high}: {why}"
         self._note("edge", f"{knob.name} {end}", text)
 
-    def _note(self, kind: str, about: str, text: str) -> None:
+    def _note(self, kind: NoteKind, about: str, text: str) -> None:
         if all((n.kind, n.about) != (kind, about) for n in self._notes):
             self._notes.append(Note(kind=kind, about=about, text=text))
 

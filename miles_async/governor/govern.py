@@ -18,10 +18,11 @@ from bus import Bus, Commit, Out
 from bus.errors import BusFull, BusUnreachable, KnobRejected
 from bus.knobs import propose
 from bus.messages.control import Event
+from bus.messages.events import EventKind
 from bus.topology import EVENTS
 from miles_async.governor.decide import Decision, decide
 from miles_async.governor.look import AUTHOR, Look, look
-from miles_async.governor.standing import STATE_FIELD, Note, Standing, read_standing
+from miles_async.governor.standing import STATE_FIELD, Note, NoteKind, Standing, read_standing
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch
 
@@ -49,7 +50,7 @@ async def govern(bus: Bus, feed: Feed, stop: asyncio.Event) -> None:
         await first_of(feed.heard(), stop.wait())
 
 
-async def act(bus: Bus, seen: Look, decision: Decision, told: set[tuple[str, str]]) -> None:
+async def act(bus: Bus, seen: Look, decision: Decision, told: set[tuple[NoteKind, str]]) -> None:
     """Patch, events, standing. A note is told when it comes up, and again only after it had gone."""
     move, notes, last = decision.move, list(decision.notes), ""
     if move is not None:
@@ -70,12 +71,12 @@ async def act(bus: Bus, seen: Look, decision: Decision, told: set[tuple[str, str
     fresh = [note for note in notes if (note.kind, note.about) not in told]
     told.clear()
     told.update((note.kind, note.about) for note in notes)
-    said = [("governor", last, False)] if last else []
-    said += [(f"governor/{note.kind}", note.text, note.kind in ("refused", "unusable")) for note in fresh]
+    said = [(EventKind.GOVERNOR, last)] if last else []
+    said += [(EventKind[f"GOVERNOR_{note.kind.upper()}"], note.text) for note in fresh]
     wall = bus.clock.wall()
     events = [
-        Event(actor=AUTHOR, kind=kind, text=text, wall=wall, level="warning" if wrong else "info")
-        for kind, text, wrong in said
+        Event(actor=AUTHOR, kind=kind, text=text, wall=wall, level=kind.level)
+        for kind, text in said
     ]
     await bus.append([Out(EVENTS, event) for event in events], repeatable=True)
     ours = [c.reason for c in seen.changes if c.author == AUTHOR] + ([move.reason] if move is not None and last else [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from bus import Bus
@@ -25,10 +27,13 @@ class Knob(msgspec.Struct, frozen=True, kw_only=True):
         return self.low <= value <= self.high
 
 
-class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator is told once. `kind`: hand, edge, unusable or refused."""
+NoteKind = Literal["hand", "edge", "unusable", "refused"]
 
-    kind: str
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operator is told once, as an event `governor/KIND`."""
+
+    kind: NoteKind
     about: str
     text: str
 

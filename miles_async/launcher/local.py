@@ -23,6 +23,7 @@ from actors.runtime.child import PYTHON, Child, log_tail
 from actors.runtime.context import ActorSpec
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.leftovers import end_orphans
+from bus.messages.events import EventKind
 from bus.private import write_secret
 from bus.topology import ROLES
 from miles_async.launcher.supervisor import End, Process, environment_of
@@ -51,7 +52,7 @@ class LocalPlacer:
         self._run_dir = run_dir
         self._threads = threads
         self._servers = servers
-        self.notes: list[tuple[str, str]] = []
+        self.notes: list[tuple[EventKind, str]] = []
         self._added: set[str] = set()
         (run_dir / "actors").mkdir(parents=True, exist_ok=True)
         (run_dir / "logs").mkdir(exist_ok=True)
@@ -76,10 +77,10 @@ class LocalPlacer:
         for pid, other in await asyncio.to_thread(lambda: running(self._run_dir).get(name, [])):
             if other == mark and not process.alive:
                 process.adopt(pid)
-                self.notes.append(("adopted", f"{name} (pid {pid}) still runs"))
+                self.notes.append((EventKind.ADOPTED, f"{name} (pid {pid}) still runs"))
                 continue
             why = "was one too many" if other == mark else "ran with other settings or of another release"
-            self.notes.append(("replaced", f"{name} (pid {pid}) {why}"))
+            self.notes.append((EventKind.REPLACED, f"{name} (pid {pid}) {why}"))
             await _ended(pid, spec.drain_timeout_s + 5.0)
         if process.alive:
             return process
@@ -107,7 +108,7 @@ class LocalPlacer:
     async def open(self) -> None:
         for name, found in (await asyncio.to_thread(running, self._run_dir)).items():
             for pid, _ in found if name not in self._added else ():
-                self.notes.append(("retired", f"{name} (pid {pid}) is not in the settings any more"))
+                self.notes.append((EventKind.RETIRED, f"{name} (pid {pid}) is not in the settings any more"))
                 await _ended(pid, 30.0)
 
     async def follow(self, stop: asyncio.Event) -> None:

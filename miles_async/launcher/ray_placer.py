@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 
 from actors.runtime.context import ActorSpec
 from actors.runtime.run import EXIT_DONE, EXIT_DRAINED
+from bus.messages.events import EventKind
 from miles_async.launcher.place import Place
 from miles_async.launcher.ray_cluster import has_gpus
 from miles_async.launcher.ray_seats import CLOSE_S, Group, Seat, Seats
@@ -65,7 +66,7 @@ class RayPlacer:
         self._settings, self._run_dir, self._threads = settings, Path(place.run_dir), threads
         self._memory = str(Path(place.weights_dir).parent)
         self._specs: dict[str, ActorSpec] = {}
-        self.notes: list[tuple[str, str]] = []
+        self.notes: list[tuple[EventKind, str]] = []
         self._seats = Seats(settings, place, self.notes)
 
     def add(self, spec: ActorSpec) -> None:
@@ -116,7 +117,7 @@ class RayPlacer:
                 seats.append((seat, name))
                 if how != "started":
                     why = "still runs" if how == "adopted" else "ran with other settings or of another release"
-                    self.notes.append((how, f"{name} (pid {pid} on {seat.facts['address']}) {why}"))
+                    self.notes.append((EventKind[how.upper()], f"{name} (pid {pid} on {seat.facts['address']}) {why}"))
         except (RayActorError, KeyError):  # a seat is lost: the end of this process, which is near, says so
             await RayProcess(group, seats).stop(0.0)
             return RayProcess(group, [], failed=seat)

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.runtime.deadline import within
 from bus.errors import printable
+from bus.messages.events import EventKind
 from miles_async import __version__
 from miles_async.launcher.place import Place
 from miles_async.launcher.ray_cluster import draining_nodes, free_resources, living_nodes, nodes_of
@@ -58,7 +59,7 @@ class Group:
 class Seats:
     """Of one run. `notes`: (kind, text) for the operator."""
 
-    def __init__(self, settings: RunSettings, place: Place, notes: list[tuple[str, str]]) -> None:
+    def __init__(self, settings: RunSettings, place: Place, notes: list[tuple[EventKind, str]]) -> None:
         self._settings, self._place, self._notes = settings, place, notes
         self._prefix = f"miles_async/{settings.launch.name}/"  # no name of a run has a slash
         self._groups: dict[str, Group] = {}
@@ -123,7 +124,7 @@ class Seats:
             unit = name.removeprefix(self._prefix)
             bundles = [dict(one) for _, one in sorted(found["bundles"].items())]
             if unit not in self._groups or bundles != [one.resources for one in self._groups[unit].unit.bundles]:
-                self._notes.append(("retired", f"{unit} is not in the settings any more"))
+                self._notes.append((EventKind.RETIRED, f"{unit} is not in the settings any more"))
                 _free(name, unit, len(bundles))
 
     async def take(self, actor: str) -> None:
@@ -197,7 +198,7 @@ class Seats:
             group.seats[at] = Seat(handle, facts)
             gpus = f", GPUs {','.join(facts['gpus'])}" if facts["gpus"] else ""
             who = ", ".join(group.unit.bundles[at].actors) or f"part {at} of {group.unit.name}"
-            self._notes.append(("placed", f"{who} on {facts['address']} (node {facts['node'][:8]}{gpus})"))
+            self._notes.append((EventKind.PLACED, f"{who} on {facts['address']} (node {facts['node'][:8]}{gpus})"))
         return group.seats[at]
 
     async def _make(self, group: Group, at: int) -> Any:
@@ -303,7 +304,7 @@ class Seats:
     def _leave(self, group: Group, why: str, tasks: asyncio.TaskGroup) -> None:
         """End the unit's actors politely, then give its place back."""
         group.leaving = why
-        self._notes.append(("leaving", f"{group.unit.name}: {why}"))
+        self._notes.append((EventKind.LEAVING, f"{group.unit.name}: {why}"))
         patience_s = self._settings.launch.drain_timeout_s
 
         async def leave() -> None:

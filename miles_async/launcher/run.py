@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from actors.recorder.feed import Feed
 from actors.recorder.file import stream_records
@@ -35,6 +35,7 @@ from bus import Bus, Commit, Out, SystemClock
 from bus.client import connect, without_secrets
 from bus.errors import BusFull, BusUnreachable, BusWentBack, MilesAsyncError, NameTaken
 from bus.messages.control import ActorState, Event, Vitals
+from bus.messages.events import EventKind
 from bus.server.checks import check_server
 from bus.server.embedded import EmbeddedRedis
 from bus.topology import EVENTS
@@ -303,8 +304,7 @@ class Launcher:
             over = self._stop.is_set()
             try:
                 for kind, text in supervisor.notes[told:]:
-                    level: Literal["info", "warning"] = "warning" if kind == "restart" else "info"
-                    event = Event(actor="launcher", kind=kind, text=text, wall=bus.clock.wall(), level=level)
+                    event = Event(actor="launcher", kind=kind, text=text, wall=bus.clock.wall(), level=kind.level)
                     await bus.append([Out(EVENTS, event)], repeatable=True)
                     told += 1
                 if over or bus.clock.monotonic() >= next_beat_s:
@@ -356,10 +356,10 @@ async def _aside(what: str, work: Coroutine[Any, Any, None], supervisor: Supervi
     try:
         await work
     except Exception as raised:  # noqa: BLE001 - see above
-        error: BaseException = raised
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        supervisor.notes.append(("restart", f"the {what} ended: {type(error).__name__}: {error}; the run goes on without it"))
+        why: BaseException = raised
+        while isinstance(why, BaseExceptionGroup):
+            why = why.exceptions[0]
+        supervisor.notes.append((EventKind.RESTART, f"the {what} ended: {type(why).__name__}: {why}; the run goes on without it"))
 
 
 def _redirect(file: Path) -> None:

@@ -17,6 +17,7 @@ from actors.runtime.drain import Patience, drained
 from actors.runtime.run import EXIT_BUS_BACK, EXIT_BUS_GONE, EXIT_DRAINED, EXIT_NAME_TAKEN, EXIT_REFUSED, disk_text
 from bus import Bus, Clock
 from bus.errors import MilesAsyncError, printable
+from bus.messages.events import EventKind
 from miles_async.launcher.restart import QUICK_S, Ending, describe_exit, judge_exit
 
 _LOG_HEAD = re.compile(r"^[\d-]+ [\d:,]+ \S+ [A-Z]+ (\w+: )?")  # time, name, level, class of the error
@@ -62,7 +63,7 @@ class Process(Protocol):
 class Placer(Protocol):
     """Where actors run, and how they are started there. `notes`: (kind, text) of everything an operator should know."""
 
-    notes: list[tuple[str, str]]
+    notes: list[tuple[EventKind, str]]
 
     def add(self, spec: ActorSpec) -> None:
         """Know of an actor; nothing is started."""
@@ -160,7 +161,8 @@ class Supervisor:
                 if not full or (left_s <= 0 and not self._is_spared(kept)):
                     raise RunFailed(f"{name} cannot be started: {why}.", status=1) from None
                 if not told_full:
-                    self.notes.append(("restart", f"{name} cannot be started, and is tried again until there is space: {why}"))
+                    text = f"{name} cannot be started, and is tried again until there is space: {why}"
+                    self.notes.append((EventKind.RESTART, text))
                 told_full = True
                 await within(FULL_S, self._stopping)
                 continue
@@ -172,19 +174,20 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             if end.moved:
-                self.notes.append(("moved", f"{name}: {end.moved}; it is placed anew"))
+                self.notes.append((EventKind.MOVED, f"{name}: {end.moved}; it is placed anew"))
                 await within(AGAIN_S, self._stopping)
                 continue
             if end.code == EXIT_DRAINED:  # by somebody else, for the run goes on; or the launcher is about to hear the same wish
                 await within(AGAIN_S, self._stopping)
                 if not self._stopping.is_set():
-                    self.notes.append(("restart", f"{name} was asked to end (SIGTERM), and drained; the run goes on: restarting"))
+                    text = f"{name} was asked to end (SIGTERM), and drained; the run goes on: restarting"
+                    self.notes.append((EventKind.RESTART, text))
                 continue
             now = self._clock.monotonic()
             if end.code == EXIT_NAME_TAKEN:  # by one that the placer finds where it looks again, or that is about to end
                 if not held_since or now - began > QUICK_S:
                     held_since = now
-                    self.notes.append(("restart", f"{name} is there already: {last_words(end.lines, name)}"))
+                    self.notes.append((EventKind.RESTART, f"{name} is there already: {last_words(end.lines, name)}"))
                 if now - held_since < HELD_S:
                     await within(AGAIN_S, self._stopping)
                     continue
@@ -210,7 +213,7 @@ class Supervisor:
                 text = f"{verdict.reason}: {cause}; tried again in {verdict.after_s:.0f} s, the run goes on without it"
             kept.failures = [*kept.failures[-64:], ending]
             failed = f"{describe_exit(end.code)}: {cause.rstrip('.')}"
-            self.notes.append(("restart", text))
+            self.notes.append((EventKind.RESTART, text))
             await within(verdict.after_s, self._stopping)
 
     async def _unless_stopping(self, work: Coroutine[Any, Any, None]) -> bool:

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from actors.runtime import drain
-from actors.runtime.drain import CHECKPOINT, KEEPS, SILENT_S, STEP_ENDS, Heard, Patience, drained
+from actors.runtime.drain import KEEPS, SILENT_S, Heard, Patience, drained
 from bus.messages.control import Vitals
+from bus.messages.waits import Wait
 from tests.actors.house import open_bus
 
 
@@ -28,10 +29,10 @@ def waited(patience: Patience, says: list[tuple[float, str]]) -> float:
     [
         ([(99, "")], 30.0),
         ([(99, "the engine to boot")], 30.0),
-        ([(50, CHECKPOINT), (99, "")], 81.0),  # what comes after it has the whole drain, whenever after the last look it ended
-        ([(20, STEP_ENDS), (300, CHECKPOINT), (999, "")], 331.0),
-        ([(10_000, STEP_ENDS)], KEEPS[STEP_ENDS] + 30.0),
-        ([(100, STEP_ENDS), (10_000, CHECKPOINT)], 100 + KEEPS[CHECKPOINT] + 30.0),
+        ([(50, Wait.CHECKPOINT), (99, "")], 81.0),  # what comes after it has the whole drain, whenever after the last look it ended
+        ([(20, Wait.STEP_ENDS), (300, Wait.CHECKPOINT), (999, "")], 331.0),
+        ([(10_000, Wait.STEP_ENDS)], KEEPS[Wait.STEP_ENDS] + 30.0),
+        ([(100, Wait.STEP_ENDS), (10_000, Wait.CHECKPOINT)], 100 + KEEPS[Wait.CHECKPOINT] + 30.0),
     ],
 )
 def test_what_would_be_lost_is_waited_for_and_has_an_end(says: list[tuple[float, str]], over: float) -> None:
@@ -44,7 +45,7 @@ async def test_who_ends_in_time_is_not_waited_for_longer(monkeypatch: pytest.Mon
 
     async def finishes() -> str:
         ended.set()
-        return CHECKPOINT
+        return Wait.CHECKPOINT
 
     assert await drained(ended.wait(), Patience(0.0, clock()), clock, finishes)
 
@@ -63,18 +64,18 @@ async def test_an_actor_whose_vitals_stand_still_finishes_nothing(
 
         async def says(wall: float) -> None:
             vitals = Vitals(
-                actor="trainer", role="trainer", pid=1, host="h", state="draining", wall=wall, waits_for=CHECKPOINT
+                actor="trainer", role="trainer", pid=1, host="h", state="draining", wall=wall, waits_for=Wait.CHECKPOINT
             )
             await bus.set_vitals("trainer", vitals)
 
         assert await heard.finishes("trainer") == "", "it has said nothing yet"
         await says(1.0)
         now += 1.0
-        assert await heard.finishes("trainer") == CHECKPOINT
+        assert await heard.finishes("trainer") == Wait.CHECKPOINT
         now += SILENT_S
         assert await heard.finishes("trainer") == ""
         await says(2.0)
         now += 1.0
-        assert await heard.finishes("trainer") == CHECKPOINT
+        assert await heard.finishes("trainer") == Wait.CHECKPOINT
         heard.hurries = True
         assert await heard.finishes("trainer") == ""

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from actors.filter.groups import GroupTable, Half, leaves_now, tips
-from actors.filter.judges import JUDGES, MOST_REASONS, OTHER_REASON, judge, kept_reason
+from actors.filter.judges import JUDGES, MOST_REASONS, judge, kept_reason
 from bus.messages.groups import OpenGroup
+from bus.messages.reasons import DropReason
 from bus.messages.samples import Episode, Response, RolloutLost, Scored, Strand
 from bus.messages.versions import VersionSpan
 from bus.streams.entry import Entry
@@ -190,5 +191,5 @@ def test_a_part_is_compared_with_its_whole_group() -> None:
 def test_so_many_reasons_are_told_apart_and_no_more() -> None:
     known = {str(n) for n in range(MOST_REASONS - 1)}
     assert kept_reason("one  more", known) == "one more" and len(known) == MOST_REASONS
-    assert kept_reason("too many", known) == OTHER_REASON and len(known) == MOST_REASONS
+    assert kept_reason("too many", known) == DropReason.OTHER_REASON and len(known) == MOST_REASONS
     assert kept_reason("one more", known) == "one more"

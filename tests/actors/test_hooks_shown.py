@@ -10,7 +10,7 @@ import pytest
 from actors.filter.actor import FilterSpec
 from actors.filter.actor import run as run_filter
 from actors.filter.groups import GroupTable
-from actors.filter.judges import MOST_REASONS, OTHER_REASON, REASON_CHARS, kept_reason
+from actors.filter.judges import MOST_REASONS, REASON_CHARS, kept_reason
 from actors.partial.actor import PartialSpec
 from actors.partial.actor import run as run_partial
 from actors.partial.decide import Plan, Waiting
@@ -18,6 +18,7 @@ from actors.reward.sample import ScorerFailed, settle
 from actors.reward.wire import plain
 from bus.ledger import check, read_accounts
 from bus.messages.groups import OpenGroup
+from bus.messages.reasons import DropReason
 from bus.messages.samples import PrefixResume, RolloutLost, Scored
 from bus.streams.entry import Entry
 from bus.topology import DEAD, EVENTS, PARKED, SCORED, VERDICTS
@@ -72,7 +73,7 @@ async def test_what_a_filter_does_to_samples_and_the_reasons_it_gives_cost_none(
 def test_reasons_are_told_apart_up_to_a_number_since_the_accounts_keep_each() -> None:
     known: set[str] = set()
     told = [kept_reason(f"mean {n}", known) for n in range(3 * MOST_REASONS)]
-    assert len({*told}) == MOST_REASONS + 1 and told[-1] == OTHER_REASON
+    assert len({*told}) == MOST_REASONS + 1 and told[-1] == DropReason.OTHER_REASON
     assert kept_reason("mean 0", known) == "mean 0"
 
 

@@ -11,9 +11,10 @@ from actors.publisher.members import ASIDE_S, REFUSALS, UNHEARD_S, Members
 from actors.publisher.plan import ROOM, TRIES, Target, Ways, choose_ways, in_the_way
 from actors.trainer.transports.nccl import first_ranks
 from bus.messages.active import Seat
-from bus.messages.control import BOOTING, UNLENT, Event, Vitals
+from bus.messages.control import Event, Vitals
 from bus.messages.policy import WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 
 V7 = PolicyVersion(id=7, step=6)
 
@@ -39,7 +40,7 @@ def test_an_engine_on_the_trainers_gpu_is_there_while_it_is_lent_and_is_never_se
     members.fold(event("activated", version=1, gpus=1, host="h"), 1.0)
     assert members.serving == {"w": 1} and able(members) == {}
     members.fold(event("memory released", turn=2), 2.0)
-    members.fold(beat("waiting", waits_for=UNLENT), 3.0)
+    members.fold(beat("waiting", waits_for=Wait.UNLENT), 3.0)
     assert not members.all, "no order's deadline runs for it, and it has no slots"
     members.fold(event("lent", version=1), 4.0)
     assert members.serving == {"w": 1}, "what it serves already is not ordered again"
@@ -116,7 +117,7 @@ def test_a_late_worker_takes_files_and_no_deadline_runs_while_it_boots() -> None
     members = Members(timeout_s=1e9)
     members.fold(event("activated"), 0.0)
     members.all["w"].ordered = (7, 0.0)
-    members.fold(beat(waits_for=BOOTING), 50.0)
+    members.fold(beat(waits_for=Wait.BOOTING), 50.0)
     assert members.overdue(100.0, 60.0) == []
     members.fold(beat(waits_for="activation of version 7"), 101.0)
     assert members.overdue(160.0, 60.0) == [] and members.overdue(161.0, 60.0) == [("w", 7)]

@@ -20,9 +20,10 @@ from actors.publisher.plan import next_wave, worth_saying
 from actors.runtime.fetch import Fetch, pack_parcel
 from bus import Bus
 from bus.messages.active import Activate, PolicyActive, Send
-from bus.messages.control import BOOTING, Event, Vitals
+from bus.messages.control import Event, Vitals
 from bus.messages.policy import PolicyAnnounced, Restored, StepDone, WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 from bus.plans import version_dir
 from bus.topology import ACTIVE, EVENTS, POLICY
 from tests.actors.house import messages, open_bus, put, running, until
@@ -113,11 +114,11 @@ async def test_the_deadline_of_an_activation_begins_when_the_engine_is_there(
     async with open_bus(redis_url, run_name) as bus:
         async with publishing(bus, activation_deadline_s=0.2):
             await put(bus, POLICY, announced(1, tmp_path))
-            await put(bus, EVENTS, says("w", waits_for=BOOTING))
+            await put(bus, EVENTS, says("w", waits_for=Wait.BOOTING))
             await until(lambda: orders(bus, 1))
             for _ in range(6):  # several deadlines long
                 await asyncio.sleep(0.2)
-                await put(bus, EVENTS, says("w", waits_for=BOOTING))
+                await put(bus, EVENTS, says("w", waits_for=Wait.BOOTING))
             assert len(await orders(bus, 1)) == 1 and not await told(bus)
             await put(bus, EVENTS, says("w", waits_for="activation"))
             await until(lambda: told(bus))

@@ -20,10 +20,10 @@ from actors.sampler.progress import Progress
 from bus import Commit, Reader
 from bus.ledger import check, read_accounts
 from bus.messages.active import PolicyActive
-from bus.messages.control import CREDITS, ENGINE_SLOTS
 from bus.messages.groups import GroupVerdict, OpenGroup
 from bus.messages.policy import Checkpointed, GroupsGivenUp, StepDone
 from bus.messages.versions import PolicyVersion
+from bus.messages.waits import Wait
 from bus.topology import ACTIVE, EVENTS, POLICY, PROMPTS, VERDICTS
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import data_of, room_of
@@ -64,7 +64,7 @@ async def test_admission_stops_at_the_bound_and_goes_on_when_a_version_is_active
         async with running(bus, "sampler", run, spec(data)) as context:
             await activate(bus, 0)
             await until(lambda: _length(bus, 8))  # (1 + 1) * 2 groups of 2
-            await until(lambda: _says(context, CREDITS))
+            await until(lambda: _says(context, Wait.CREDITS))
             done = StepDone(
                 step=1,
                 version=PolicyVersion(2, 1),
@@ -320,7 +320,7 @@ async def test_prompts_are_issued_as_engine_slots_come_free(redis_url: str, run_
             serving = PolicyActive(version=PolicyVersion(1, 0), serving={"a": 1, "b": 1, "c": -1}, slots={"b": 6})
             await put(bus, ACTIVE, serving)
             await until(lambda: _length(bus, 14))  # 4 + 6 slots, and two groups of 2 that lie ready
-            await until(lambda: _says(context, ENGINE_SLOTS))
+            await until(lambda: _says(context, Wait.ENGINE_SLOTS))
             assert await bus.length(PROMPTS) == 14, "84 samples may be open, but no engine could begin them"
             [first, second] = (await bus.scan_all(PROMPTS))[:2]
             reader = Reader(bus, [PROMPTS], "generation", "a")
@@ -371,7 +371,7 @@ async def _n_of(found: list[RunEnds]) -> int:
 
 async def _waits(context) -> bool:
     """In its loop: what it waits for while the prompts are read comes before."""
-    return context.vitals().waits_for in (CREDITS, ENGINE_SLOTS)
+    return context.vitals().waits_for in (Wait.CREDITS, Wait.ENGINE_SLOTS)
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])

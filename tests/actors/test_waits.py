@@ -9,6 +9,7 @@ import pytest
 from actors.runtime.context import Context
 from bus import Bus, BusConfig
 from bus.knobs.live import LiveKnobs
+from bus.messages.waits import Wait
 from tests.bus.suite.clock import ManualClock
 from tests.bus.suite.proxy import LossyProxy
 from tests.declared import actor_of
@@ -24,7 +25,7 @@ async def reads(context: Context, clock: ManualClock, answers: list[bool]) -> li
     """A loop that reads: for each read, since when the actor says it has waited, in seconds from the first."""
     found = []
     for answered in answers:
-        with context.waiting("an entry of rollouts") as heard:
+        with context.waiting(Wait.ENTRY, streams="rollouts") as heard:
             await clock.advance(0.5)
             found.append(context.vitals().waits_since)
             if answered:

@@ -16,8 +16,8 @@ from actors.generation.actor import Worker
 from actors.generation.spec import GenerationSpec, sglang_env
 from actors.runtime.context import Context
 from bus import Bus, Commit, Out
-from bus.messages.control import UNLENT
 from bus.messages.policy import Turn
+from bus.messages.waits import Wait
 from bus.topology import ACTIVE, PARKED, POLICY, PROMPTS
 from tests.actors.house import messages, open_bus, running, until
 from tests.engine.models import Oracle
@@ -143,7 +143,7 @@ async def test_an_engine_that_is_lent_a_gpu_leaves_its_samples_to_peers(
         await until(lambda: released(bus, 2))
         parked = await messages(bus, PARKED)
         assert [(p.reason, 0 < p.response.n_tokens < TOKENS) for p in parked] == [("drain", True)] * 2
-        assert worker._context.vitals().waits_for == UNLENT and worker._leases.free() == 0
+        assert worker._context.vitals().waits_for == Wait.UNLENT and worker._leases.free() == 0
         data = (await events(bus, "memory released"))[-1].data
         assert data["ready_s"] > 0 and data["tokens"] == sum(p.response.n_tokens for p in parked)
         await bus.append([Out(PROMPTS, sample("g2", 8))])

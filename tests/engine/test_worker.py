@@ -22,7 +22,8 @@ from actors.runtime.context import Context
 from actors.runtime.run import Refused
 from bus import Out
 from bus.messages.active import PolicyActive, Seat, Send
-from bus.messages.control import BOOTING, Event
+from bus.messages.control import Event
+from bus.messages.waits import Wait
 from bus.topology import ACTIVE, PROMPTS
 from tests.actors.house import open_bus, running, until
 from tests.engine.conftest import engine_process
@@ -150,7 +151,7 @@ async def test_a_worker_says_that_its_engine_compiles_and_does_not_keep_a_run_th
 
         async def says() -> bool:
             vitals = context.vitals()
-            return vitals.waits_for == BOOTING and "compiles kernels" in vitals.note
+            return vitals.waits_for == Wait.BOOTING and "compiles kernels" in vitals.note
 
         await until(says)
         await until(lambda: events(bus, "engine compiles"))

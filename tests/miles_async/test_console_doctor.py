@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from bus import Bus, Commit, Reader
-from bus.messages.control import CREDITS, ENGINE_SLOTS, Event
+from bus.messages.control import Event
 from bus.messages.groups import GroupVerdict
+from bus.messages.reasons import DropReason
+from bus.messages.waits import Wait
 from bus.server.checks import ServerFacts
 from bus.topology import EVENTS, PROMPTS, VERDICTS
 from miles_async.console.doctor.diagnosis import diagnose
@@ -119,6 +121,7 @@ async def test_a_starving_filter_is_named_with_its_reasons(redis_url, run_name):
         await story.say(VERDICTS, GroupVerdict(group_id="c", prompt_id="p", kept=True))
         after = await faults(bus)
     assert "the last 6 groups were all dropped (6 × zero_std_1): 3.0 waves of 2" in found["filter starving"]
+    assert found["filter starving"].endswith(f"Remedy: {DropReason.ZERO_STD.remedy}")
     assert "filter starving" not in after
 
 
@@ -179,7 +182,7 @@ async def test_each_waiting_actor_gets_a_sentence_with_its_reason(redis_url, run
         await story.alive(
             vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 40, version=2)
         )
-        await story.alive(vitals("sampler", waits_for=CREDITS, waits_since=now))
+        await story.alive(vitals("sampler", waits_for=Wait.CREDITS, waits_since=now))
         await story.alive(vitals("generation-1", "generation", version=2, in_flight=3, waits_for="a free slot"))
         said = dict(explain(await later(bus, 30)))
     waits = r"has waited 4\d s for 2 of 2 groups of step 2 on groups: generation holds it up, 2 workers make"
@@ -195,7 +198,7 @@ async def test_each_waiting_actor_gets_a_sentence_with_its_reason(redis_url, run
     [
         (8, 2, "news", "generation holds it up, all 8 slots of 2 workers are taken and 4 samples wait for one"),
         (3, 2, "news", "generation holds it up, 3 of 8 slots make the samples of 2 groups"),
-        (3, 4, CREDITS, "the staleness bound holds prompts back, 4 of at most 4 groups are open and 5 of 8 slots are free"),
+        (3, 4, Wait.CREDITS, "the staleness bound holds prompts back, 4 of at most 4 groups are open and 5 of 8 slots are free"),
     ],
     ids=["full engines", "the last ones", "the bound"],
 )
@@ -239,7 +242,7 @@ async def test_a_sampler_that_waits_through_a_long_step_is_no_fault(redis_url, r
     async with timeless(redis_url, run_name) as bus:
         story = Story(bus)
         await story.whole()
-        for waits_for in (CREDITS, ENGINE_SLOTS):
+        for waits_for in (Wait.CREDITS, Wait.ENGINE_SLOTS):
             await story.alive(vitals("sampler", waits_for=waits_for, waits_since=bus.clock.wall() - 600))
             assert await faults(bus) == {}
 
@@ -248,7 +251,7 @@ async def test_a_sampler_that_waits_for_engines_is_not_said_to_wait_for_credits(
     async with timeless(redis_url, run_name) as bus:
         story = Story(bus)
         await story.whole()
-        await story.alive(vitals("sampler", waits_for=ENGINE_SLOTS, waits_since=bus.clock.wall()))
+        await story.alive(vitals("sampler", waits_for=Wait.ENGINE_SLOTS, waits_since=bus.clock.wall()))
         await story.alive(vitals("generation-1", "generation", version=2, in_flight=3, slots=4))
         said = dict(explain(await read_scene(bus)))
     assert "3 of 4 slots are taken; prompts are issued as they come free" in said["sampler"]

@@ -12,7 +12,7 @@ from actors.runtime.context import Context
 from actors.runtime.run import _heartbeat
 from bus import Bus
 from bus.knobs.live import LiveKnobs
-from bus.messages.control import BOOTING, UNLENT
+from bus.messages.waits import Wait
 from miles_async.cli.status import as_text
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.explain import explain
@@ -159,7 +159,7 @@ async def test_an_engine_that_boots_is_behind_since_it_boots(redis_url, run_name
     async with Bus(config(redis_url, run_name)) as bus:
         story = Story(bus)
         await story.begin()
-        await story.alive(vitals("generation-1", "generation", version=-1, waits_for=BOOTING, waits_since=time.time() - 3))
+        await story.alive(vitals("generation-1", "generation", version=-1, waits_for=Wait.BOOTING, waits_since=time.time() - 3))
         scene = await read_scene(bus)
         policy = msgspec.structs.replace(
             scene.snapshot.policy, announced=2, announced_ages={2: 500.0}, announced_age_s=500.0
@@ -174,11 +174,11 @@ async def test_a_worker_that_waits_for_a_gpu_to_be_lent_is_well_and_the_status_s
         story = Story(bus)
         await story.whole()
         ago = bus.clock.wall() - 300
-        await story.alive(vitals("lent-0", "generation", version=0, state="waiting", waits_for=UNLENT, waits_since=ago))
+        await story.alive(vitals("lent-0", "generation", version=0, state="waiting", waits_for=Wait.UNLENT, waits_since=ago))
         counters = {"lend/times": 3.0, "lend/s": 65.0, "lend/tokens": 1234.0, "lend/waited_s": 0.25}
         await story.alive(vitals("trainer", version=2, counters=counters))
         scene = await read_scene(bus)
     assert not [f for f in diagnose(scene) if f.about == "lent-0"]
-    assert dict(explain(scene))["lent-0"].endswith(f"for {UNLENT}: it needs them, or no wait of its is long enough")
+    assert dict(explain(scene))["lent-0"].endswith(f"for {Wait.UNLENT}: it needs them, or no wait of its is long enough")
     said = "the trainer's GPUs: lent 3 times, 1:05 in all, 1234 tokens were made on them, the trainer waited 0.2 s for them"
     assert said in as_text(scene.snapshot)

@@ -7,8 +7,8 @@ import pytest
 
 from bus import Bus
 from bus.inspect import Head
-from bus.messages.control import CREDITS
 from bus.messages.groups import OpenGroup
+from bus.messages.waits import Wait
 from miles_async.console.explain import explain, open_text
 from miles_async.console.places import Places
 from miles_async.console.scene import read_scene
@@ -62,7 +62,7 @@ async def test_groups_trained_since_the_checkpoint_hold_no_slot(redis_url, run_n
         await story.judge("g1")
         await story.judge("g2")
         await story.train(1, "g1", durable=False)
-        await story.alive(vitals("sampler", waits_for=CREDITS, waits_since=time.time()))
+        await story.alive(vitals("sampler", waits_for=Wait.CREDITS, waits_since=time.time()))
         scene = await read_scene(bus)
     assert scene.uncommitted == {"g1/0", "g1/1"}
     assert (

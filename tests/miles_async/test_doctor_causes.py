@@ -24,9 +24,10 @@ from actors.recorder.history import Step, history_of
 from actors.runtime.host import room_left
 from bus import Bus
 from bus.identity import Identity, write_identity
-from bus.messages.control import CREDITS, Event
+from bus.messages.control import Event
 from bus.messages.groups import GroupVerdict
 from bus.messages.policy import Checkpointed
+from bus.messages.waits import Wait
 from bus.topology import EVAL_PROMPTS, EVENTS, POLICY, ROLLOUTS, SCORED, VERDICTS
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.doctor.finding import Finding
@@ -190,7 +191,7 @@ async def evaluation(story: Story) -> None:
 
 
 async def held_back(story: Story) -> None:
-    await story.alive(vitals("sampler", waits_for=CREDITS, waits_since=time.time()))
+    await story.alive(vitals("sampler", waits_for=Wait.CREDITS, waits_since=time.time()))
     await story.alive(vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=time.time()))
     for name in ("generation-0", "generation-1"):
         await story.alive(vitals(name, "generation", version=2, slots=64, in_flight=2))

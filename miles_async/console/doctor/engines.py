@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from statistics import median
 
 from actors.runtime.snapshot import ActorFacts
-from bus.messages.control import BOOTING, UNLENT
+from bus.messages.events import EventKind
+from bus.messages.waits import Wait
 from miles_async.console.doctor.finding import BRIEF_S, Finding
 from miles_async.console.scene import Scene
 from miles_async.console.text import duration, shorten
@@ -29,11 +30,11 @@ def stale_workers(scene: Scene) -> Iterator[Finding]:
     policy = scene.snapshot.policy
     for actor in _workers(scene):
         vitals = actor.vitals
-        if vitals.version >= policy.announced or vitals.waits_for == UNLENT:  # which takes a version when it has a GPU
+        if vitals.version >= policy.announced or vitals.wait is Wait.UNLENT:  # which takes a version when it has a GPU
             continue
-        loads_s = actor.waited_s if vitals.waits_for.startswith("activation") else 0.0
+        loads_s = actor.waited_s if vitals.wait is Wait.ACTIVATION else 0.0
         behind_s = max(policy.behind_s(vitals.version), loads_s)  # of many versions the snapshot knows the newest only
-        if vitals.waits_for == BOOTING:
+        if vitals.wait is Wait.BOOTING:
             behind_s = min(behind_s, actor.waited_s)  # a run that goes on announced its version before this engine's start
         if behind_s < BRIEF_S and vitals.version >= 0:
             continue
@@ -49,7 +50,8 @@ def stale_workers(scene: Scene) -> Iterator[Finding]:
 def refused_weights(scene: Scene) -> Iterator[Finding]:
     """Workers that could not load a version and have loaded none since."""
     workers = _workers(scene)
-    said = {e.actor: e for e in scene.news if e.kind in ("weights refused", "transport failed") and "version" in e.data}
+    kinds = (EventKind.WEIGHTS_REFUSED, EventKind.TRANSPORT_FAILED)
+    said = {e.actor: e for e in scene.news if e.kind in kinds and "version" in e.data}
     serves = {a.vitals.actor: a.vitals.version for a in workers}
     behind = {name: e for name, e in said.items() if name in serves and serves[name] < e.data["version"]}
     if behind and len(behind) == len(workers):
@@ -62,16 +64,16 @@ def refused_weights(scene: Scene) -> Iterator[Finding]:
         return
     for name, event in sorted(behind.items()):
         text = f"{name} could not load version {event.data['version']}: {shorten(event.text, 250)}"
-        if serves[name] < 0 and event.kind == "weights refused":  # a transport that failed says nothing of the model
+        if serves[name] < 0 and event.kind == EventKind.WEIGHTS_REFUSED:  # a transport that failed says nothing of the model
             text += "; it has loaded none: is its --model-path the model of the run?"
         yield Finding("warning", "weights refused", name, text, scene.now - event.wall)
 
 
 def failing_engines(scene: Scene) -> Iterator[Finding]:
     """Engines that do not start, or were given up as dead or stalled; not of workers that were told to end."""
-    kinds = ("engine stalled", "engine boot failed", "engine boot refused")
+    kinds = (EventKind.ENGINE_STALLED, EventKind.ENGINE_BOOT_FAILED, EventKind.ENGINE_BOOT_REFUSED)
     failures = [e for e in scene.news if e.kind in kinds and scene.now - e.wall < FAILED_S]
-    serving = {a.vitals.actor for a in _workers(scene) if a.vitals.version >= 0 and a.vitals.waits_for != BOOTING}
+    serving = {a.vitals.actor for a in _workers(scene) if a.vitals.version >= 0 and a.vitals.wait is not Wait.BOOTING}
     ending = {a.vitals.actor for a in scene.snapshot.of_role("generation") if a.vitals.state in ("draining", "stopped")}
     for actor in sorted({e.actor for e in failures} - ending):
         own = [e for e in failures if e.actor == actor]
@@ -117,7 +119,7 @@ def slow_engines(scene: Scene) -> Iterator[Finding]:
 
 def slow_weights(scene: Scene) -> Iterator[Finding]:
     """Versions that take longer to load than steps take to make them."""
-    loads = [float(e.data.get("total_s", 0.0)) for e in scene.news if e.kind == "activated"]
+    loads = [float(e.data.get("total_s", 0.0)) for e in scene.news if e.kind == EventKind.ACTIVATED]
     gaps = [s.gap_s for s in scene.steps[-8:] if s.gap_s and not s.resumed]
     if len(loads) < 3 or len(gaps) < 3 or scene.over:
         return

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from bus.messages.control import CREDITS, STEP_BEGAN
+from bus.messages.control import STEP_BEGAN
+from bus.messages.events import EventKind
+from bus.messages.reasons import declared
+from bus.messages.waits import Wait
 from miles_async.console.doctor.finding import PATIENCE_S, Finding
 from miles_async.console.explain import open_text, taken_slots
 from miles_async.console.scene import Scene
@@ -43,24 +46,23 @@ def starving_filter(scene: Scene) -> Iterator[Finding]:
     most = int(scene.knobs.get("max_waves") or 0)
     why = ", ".join(f"{n} × {reason}" for reason, n in reasons.most_common(3))
     limit = f"; the run ends at max_waves = {most}" if most else ""
-    text = (
-        f"the last {streak} groups were all dropped ({why}): {streak / wave:.1f} waves of {wave}{limit}. Make the prompts "
-        "easier or harder, or change the filter"
-    )
+    known = declared(reasons.most_common(1)[0][0])
+    remedy = known.remedy if known is not None and known.remedy else "other prompts, or change your filter"
+    text = f"the last {streak} groups were all dropped ({why}): {streak / wave:.1f} waves of {wave}{limit}. Remedy: {remedy}"
     yield Finding("error" if most and streak >= most * wave else "warning", "filter starving", "filter", text)
 
 
 def failed_checkpoints(scene: Scene) -> Iterator[Finding]:
     """A save that failed, until a later one is durable."""
     durable = scene.snapshot.policy.checkpoint_step
-    if failed := [e for e in scene.news if e.kind == "checkpoint failed" and int(e.data.get("step", 0)) > durable]:
+    if failed := [e for e in scene.news if e.kind == EventKind.CHECKPOINT_FAILED and int(e.data.get("step", 0)) > durable]:
         newest = failed[-1]
         text = f"{newest.text} ({plural(len(failed), 'save')} in a row failed)" if len(failed) > 1 else newest.text
         yield Finding("error", "checkpoint failed", "trainer", text, scene.now - failed[0].wall)
 
 
 def _waits_for_groups(scene: Scene) -> bool:
-    return any(" on groups" in a.vitals.waits_for for a in scene.snapshot.living("trainer"))
+    return any(a.vitals.wait is Wait.GROUPS for a in scene.snapshot.living("trainer"))
 
 
 def slow_rewards(scene: Scene) -> Iterator[Finding]:
@@ -128,7 +130,7 @@ def idle_trainer(scene: Scene) -> Iterator[Finding]:
     """A bound that holds back what the engines have room for while the trainer waits."""
     steps = [s for s in scene.steps if not s.resumed][-IDLE_STEPS:]
     waited, worked = (sum(s.get(f"perf/{name}_s") for s in steps) for name in ("wait", "train"))
-    held = any(a.vitals.waits_for == CREDITS for a in scene.snapshot.living("sampler"))
+    held = any(a.vitals.wait is Wait.CREDITS for a in scene.snapshot.living("sampler"))
     busy, slots = taken_slots(scene)
     if len(steps) < IDLE_STEPS or waited < IDLE_SHARE * (waited + worked) or busy > IDLE_SLOTS * slots or scene.over:
         return

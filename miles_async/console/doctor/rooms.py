@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from actors.runtime.snapshot import ActorFacts
 from bus.identity import are_alike
+from bus.messages.events import EventKind
 from bus.topology import BY_NAME, OPTIONAL, ROLES
 from miles_async.console.doctor.finding import PATIENCE_S, Finding, Level
-from miles_async.console.explain import IDLE_WAITS, TURN_WAIT, because, waiting_since
+from miles_async.console.explain import because, waiting_since
 from miles_async.console.scene import Scene
 from miles_async.console.text import duration, human_bytes, plural, shorten
 
@@ -163,14 +164,15 @@ def long_waits(scene: Scene) -> Iterator[Finding]:
         since = waiting_since(actor, scene)
         if vitals.state == "stalled":
             yield Finding("error", "stalled", vitals.actor, f"{vitals.actor} is stalled: {vitals.note}", since)
-        if vitals.waits_for and not vitals.waits_for.startswith((*IDLE_WAITS, *TURN_WAIT)) and since > PATIENCE_S:
+        short = vitals.wait is None or vitals.wait.length == "short"
+        if vitals.waits_for and short and since > PATIENCE_S:
             text = f"{vitals.actor} has waited {duration(since)} for {vitals.waits_for}{because(actor, scene)}"
             yield Finding("warning", "long wait", vitals.actor, text, since)
 
 
 def crash_loops(scene: Scene) -> Iterator[Finding]:
     """Actors that are started again and again."""
-    restarts = [e for e in scene.news if e.kind == "restart" and scene.now - e.wall < LOOP_S]
+    restarts = [e for e in scene.news if e.kind == EventKind.RESTART and scene.now - e.wall < LOOP_S]
     for actor in sorted({e.text.split()[0] for e in restarts}):
         own = [e for e in restarts if e.text.split()[0] == actor]
         if len(own) < LOOP_STARTS or scene.over:

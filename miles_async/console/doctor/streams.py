@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bus.messages.waits import Wait
 from bus.server.checks import ServerFacts, unfit
 from bus.topology import BY_NAME
 from miles_async.console.doctor.finding import BRIEF_S, Finding, Level
@@ -42,7 +43,7 @@ def faults_of(s: ServerFacts) -> Iterator[Finding]:
 def full_streams(scene: Scene) -> Iterator[Finding]:
     """Streams at their byte bound: their writers wait."""
     bound = scene.stream_max_bytes
-    blocked = [a.vitals.actor for a in scene.snapshot.actors if a.vitals.waits_for.startswith("room on stream")]
+    blocked = [a.vitals.actor for a in scene.snapshot.actors if a.vitals.wait is Wait.STREAM_SPACE]
     for stream in scene.snapshot.streams.values():
         if not bound or stream.n_bytes < 0.9 * bound:
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from actors.runtime.snapshot import ActorFacts, Snapshot
-from bus.messages.control import BOOTING
+from bus.messages.waits import Wait
 
 RATE_S, SPLIT_S = 10.0, 300.0
 MOST_GAP_S = 5.0  # between two looks; while nobody watches nobody looks
@@ -18,9 +18,9 @@ DOINGS = ("generating", "taking a new version", "booting", "without work")
 def doing(actor: ActorFacts) -> str:
     """Which of DOINGS an engine's worker does."""
     vitals = actor.vitals
-    if vitals.state == "starting" or vitals.waits_for.startswith(BOOTING):
+    if vitals.state == "starting" or vitals.wait is Wait.BOOTING:
         return "booting"
-    if vitals.waits_for.startswith(("activation", "a current version")):
+    if vitals.wait in (Wait.ACTIVATION, Wait.CURRENT_VERSION):
         return "taking a new version"
     return "generating" if vitals.in_flight else "without work"
 

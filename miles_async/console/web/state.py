@@ -15,12 +15,13 @@ from actors.recorder.history import REWARD, History, Step
 from actors.recorder.records import Record
 from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.ledger import accounts_of
+from bus.messages.reasons import meaning
 from bus.topology import ROLES
 from miles_async.console.doctor.finding import Finding
 from miles_async.console.figures import RECENT, alarms, eta_s, lying, shares, throughput
 from miles_async.console.lines import ledger_line, plain_line, waits_text
 from miles_async.console.report_data import staleness_bounds
-from miles_async.console.text import OWN_REASON, is_initial, knob_text, meaning, shorten
+from miles_async.console.text import is_initial, knob_text, shorten
 from miles_async.console.web.curves import evals_of
 from miles_async.console.web.looks import Looks, doing
 
@@ -66,7 +67,7 @@ def state_of(
         "marks": _marks(history, settings),
         "events": events_of(history),
         "drops": {
-            "total": [[why, n, meaning(why) or OWN_REASON] for why, n in history.drops.most_common()],
+            "total": [[why, n, meaning(why)] for why, n in history.drops.most_common()],
             "newest": [_drop(r) for r in list(history.newest_drops)[-50:][::-1]],
         },
         "counts": {"dead": snapshot.streams["dead"].length, "knob_epoch": snapshot.knob_epoch, "samples": len(history.samples)},
