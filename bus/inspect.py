@@ -54,7 +54,7 @@ class Pending(msgspec.Struct, frozen=True):
     deliveries: int
 
 
-class Consumer(msgspec.Struct, frozen=True):
+class ConsumerFacts(msgspec.Struct, frozen=True):
     """One who reads: entries held, seconds since it asked last."""
 
     name: str
@@ -177,11 +177,11 @@ async def readers_of(bus: Bus, stream: Stream) -> list[str]:
     return [text_of(table_of(row)["name"]) for row in raw]
 
 
-async def consumers_of(bus: Bus, stream: Stream, readers: str) -> list[Consumer]:
+async def consumers_of(bus: Bus, stream: Stream, readers: str) -> list[ConsumerFacts]:
     """Everybody who ever read as one of these readers and was not forgotten."""
     raw = await bus.link.run("XINFO", "CONSUMERS", bus.keys.stream(stream.name), readers)
     rows = map(table_of, raw)
-    return [Consumer(text_of(row["name"]), int(row["pending"]), int(row["idle"]) / 1000) for row in rows]
+    return [ConsumerFacts(text_of(row["name"]), int(row["pending"]), int(row["idle"]) / 1000) for row in rows]
 
 
 async def stream_facts(bus: Bus) -> tuple[float, dict[str, StreamFacts]]:

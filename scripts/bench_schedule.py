@@ -46,7 +46,7 @@ from actors.trainer.record import RecordedBatch, path_of, read_record  # noqa: E
 from bus import Bus, Tail, ledger  # noqa: E402
 from bus.messages.policy import StepDone  # noqa: E402
 from bus.topology import POLICY  # noqa: E402
-from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace  # noqa: E402
+from miles_async.console.whatif.setup import Draw, DrawnGroup, SimulatedKnobs, SimulatedPace  # noqa: E402
 from miles_async.console.whatif.simulation import Simulation  # noqa: E402
 from scripts.schedule_engine import LENGTHS, seconds_of, serve, tokens_of  # noqa: E402
 from scripts.schedule_house import LOADS, Case, governed, prefer, run_of, settings_of, train  # noqa: E402
@@ -195,11 +195,11 @@ def simulated(case: Case, over_sampling: int, run: str = "bench") -> dict[str, f
         Draw(round(tokens_of(s, case.median_s, case.tokens)) if case.proportional else case.tokens, s) for s in seconds
     )
     groups = (DrawnGroup(tuple(itertools.islice(draws, case.group))) for _ in itertools.count())
-    knobs = Knobs(
+    knobs = SimulatedKnobs(
         max_weight_staleness=case.bound, staleness_policy=case.policy, rollout_batch_size=case.batch,
         n_samples_per_prompt=case.group, over_sampling_batch_size=over_sampling, slots=case.slots,
     )  # fmt: skip
-    found = Simulation(knobs, Pace(train_s=case.train_s), groups, rng_for(0, "bench")).play(case.steps, case.warm)
+    found = Simulation(knobs, SimulatedPace(train_s=case.train_s), groups, rng_for(0, "bench")).play(case.steps, case.warm)
     return {
         "efficiency": round(max(case.rollout_s, case.train_s) / found.step_s, 3),
         "masked_percent": round(100 * found.masked, 2),

@@ -23,12 +23,12 @@ sys.path.insert(0, str(REPO))
 
 from actors.generation.slots import Limits  # noqa: E402
 from actors.runtime.seeds import rng_for  # noqa: E402
-from miles_async.console.whatif.outcome import Outcome  # noqa: E402
-from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace  # noqa: E402
+from miles_async.console.whatif.outcome import SimulatedOutcome  # noqa: E402
+from miles_async.console.whatif.setup import Draw, DrawnGroup, SimulatedKnobs, SimulatedPace  # noqa: E402
 from miles_async.console.whatif.simulation import Simulation  # noqa: E402
 
 MOST, TOKEN_S, SLOWED_S = 384, 0.002, 31e-6
-PACE = Pace(train_s=1.9, publish_s=(0.1,), between_s=(0.02,), hop_s=0.005, slowdown=SLOWED_S / TOKEN_S)
+PACE = SimulatedPace(train_s=1.9, publish_s=(0.1,), between_s=(0.02,), hop_s=0.005, slowdown=SLOWED_S / TOKEN_S)
 FIXED, ALLOWED = (160, 176, 192, 216, 256, 384), ((1, 0.015), (2, 0.005), (2, 0.015), (2, 0.05), (4, 0.015), (4, 0.025))
 
 
@@ -40,10 +40,10 @@ def groups(chance: random.Random) -> Iterator[DrawnGroup]:
 
 def play(bound: int, slots: int, auto: Limits | None, steps: int, warm: int, seeds: int) -> dict[str, float]:
     """Means over the seeds."""
-    knobs = Knobs(
+    knobs = SimulatedKnobs(
         max_weight_staleness=bound, staleness_policy="split", rollout_batch_size=32, n_samples_per_prompt=8, slots=slots, auto=auto,
     )  # fmt: skip
-    found: list[Outcome] = []
+    found: list[SimulatedOutcome] = []
     for seed in range(seeds):
         chance = rng_for(seed, "slots")
         found.append(Simulation(knobs, PACE, groups(chance), chance).play(steps, warm))

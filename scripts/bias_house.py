@@ -21,7 +21,7 @@ import numpy as np
 from actors.filter.groups import GroupTable, Half, leaves_now, tips
 from actors.runtime.staleness import rule_of
 from actors.sampler.admission import engine_room, free_samples, open_limit
-from actors.sampler.progress import Progress
+from actors.sampler.progress import SamplerProgress
 from actors.trainer.cut import Part, cut
 from bus.messages.active import PolicyActive
 from bus.messages.base import pack_floats
@@ -88,7 +88,7 @@ class House:
         self.rule = rule_of(policy, bound)
         self.size = GROUPS * N
         self.chance = random.Random(seed)
-        self.progress, self.table = Progress(keeps=False), GroupTable()
+        self.progress, self.table = SamplerProgress(keeps=False), GroupTable()
         self.registry: dict[str, OpenGroup] = {}
         self.answers: dict[str, Answer] = {}
         self.queue: deque[tuple[OpenGroup, int]] = deque()

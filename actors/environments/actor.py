@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from actors.environments.host import Died, Failed, Host
+from actors.environments.host import Died, EnvironmentHost, Failed
 from actors.runtime.confine import Profile
 from actors.runtime.consume import Consumer
 from actors.runtime.context import Context
@@ -43,10 +43,10 @@ class EnvironmentsSpec(msgspec.Struct, frozen=True, kw_only=True):
     allow_weak_sandbox: bool
 
 
-class Kept:
+class KeptEnvironment:
     """One environment. `actions`: done; `chain`: digest of what it gave, by number of actions; `last`: what it gave last."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: EnvironmentHost) -> None:
         self.host = host
         self.actions: list[bytes] = []
         self.chain: list[bytes] = []
@@ -69,7 +69,7 @@ class Environments:
     def __init__(self, context: Context, spec: EnvironmentsSpec) -> None:
         self._context, self._spec = context, spec
         self._log = Path(context.spec.run_dir or ".") / f"{context.name}.environments.log"
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, KeptEnvironment] = {}
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by episode, of those that are asked now
         self._consumer = Consumer(
             context, [ENV_CALLS], "environments", on_dead=self._dead, concurrency=spec.environment_slots
@@ -134,12 +134,12 @@ class Environments:
         raise AssertionError("unreachable")
 
     @staticmethod
-    def _fits(kept: Kept, call: EnvironmentCall) -> bool:
+    def _fits(kept: KeptEnvironment, call: EnvironmentCall) -> bool:
         """Whether it has come along the way that the episode knows."""
         n, done = len(call.actions), tuple(kept.actions)
         return done == call.actions[: len(done)] and (not n or len(kept.chain) < n or kept.chain[n - 1] == call.told)
 
-    async def _forward(self, kept: Kept, call: EnvironmentCall) -> tuple[bytes, bool]:
+    async def _forward(self, kept: KeptEnvironment, call: EnvironmentCall) -> tuple[bytes, bool]:
         kept.asked_at = self._context.clock.monotonic()
         timeout_s, n = self._spec.environment_timeout_s, len(call.actions)
         if not kept.chain:
@@ -153,15 +153,15 @@ class Environments:
             self._context.count("environment_steps")
         return kept.last, True
 
-    async def _anew(self, call: EnvironmentCall) -> Kept:
+    async def _anew(self, call: EnvironmentCall) -> KeptEnvironment:
         """A process for this episode; the one that was not asked for longest makes room where all slots are taken."""
         await self._end(call.sample_id, "environments_replaced")
         while len(self._kept) >= self._spec.environment_slots and (free := self._free()):
             await self._end(min(free, key=lambda name: self._kept[name].asked_at), "environments_evicted")
         spec = self._spec
         limits = Profile(spec.sandbox_reads, weak=spec.allow_weak_sandbox) if spec.environment_sandbox else None
-        host = await Host.start(spec.environment_path, self._log, limits, spec.pass_env)
-        kept = self._kept[call.sample_id] = Kept(host)
+        host = await EnvironmentHost.start(spec.environment_path, self._log, limits, spec.pass_env)
+        kept = self._kept[call.sample_id] = KeptEnvironment(host)
         kept.asked_at = self._context.clock.monotonic()
         self._context.count("environments_rebuilt" if call.actions else "environments_begun")
         return kept

@@ -34,14 +34,14 @@ class Failed(Exception):
     """The environment raised, or answered what cannot be sent."""
 
 
-class Host:
+class EnvironmentHost:
     """The process; its environment is begun anew by each `begin`."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str, log: Path) -> None:
         self._process, self._mark, self._log = process, mark, log
 
     @classmethod
-    async def start(cls, path: str, log: Path, profile: Profile | None = None, pass_env: Sequence[str] = ()) -> Host:
+    async def start(cls, path: str, log: Path, profile: Profile | None = None, pass_env: Sequence[str] = ()) -> EnvironmentHost:
         """A process with the module at `path` loaded; what it prints goes to `log`. `profile`: its limits; then it has harmless
         variables only, and those of `pass_env`. Raises Died, Failed."""
         words = (*PYTHON, "actors.environments.child", path, *((encoded(profile),) if profile else ()))

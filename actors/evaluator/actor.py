@@ -23,7 +23,7 @@ from actors.runtime.contained import named
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
-from actors.runtime.pictures import Pictures
+from actors.runtime.pictures import PromptPictures
 from actors.runtime.prompts import Tokenizer, most_new_tokens
 from actors.runtime.readable import readable
 from actors.runtime.seeds import seed_for
@@ -76,7 +76,7 @@ class Evaluator:
         self._over_at = -1  # version of the last evaluation that is over
         self._last_step = -1  # that was evaluated, of the steps that the run still has
         self._began: dict[str, float] = {}
-        self._pictures = Pictures(context)
+        self._pictures = PromptPictures(context)
         self._shown: dict[tuple[str, int], tuple[Picture, ...]] = {}  # by data set and prompt, of the evaluation under way
         self._members: dict[str, dict[int, tuple[Entry, Scored | RolloutLost]]] = {}  # by group and number
         self._consumer = Consumer(

@@ -31,7 +31,7 @@ from actors.runtime.hooks import copies, load_hook
 from actors.runtime.logs import fold_log
 from actors.runtime.miles import judge_of
 from actors.runtime.prompts import decoder_of
-from actors.runtime.refusals import Row, RunEnds
+from actors.runtime.refusals import RunEnds, Streak
 from actors.runtime.staleness import bound_in_steps, rule_of
 from actors.runtime.whole import in_time
 from bus import Commit, Entry, Out, Tail, ledger
@@ -81,7 +81,7 @@ class Filter:
             path, deadline_s = spec.shows_all_to, spec.hooks_within_s
             self._all = AllSamples(context, path, deadline_s, values=spec.hook_values, model_dir=spec.model_dir)
         remedy = "Mend it, or choose another --dynamic-sampling-filter-path."
-        self._raised = Row(context.clock.monotonic, "the filter", remedy, most=MOST_RAISED)
+        self._raised = Streak(context.clock.monotonic, "the filter", remedy, most=MOST_RAISED)
         context.noting = lambda: f"{self._table.n_samples} samples of {len(self._table)} groups in assembly"
         self._busy = asyncio.Lock()  # members arrive and turns end in two tasks; one of them moves groups at a time
         self._consumer = Consumer(

@@ -13,7 +13,7 @@ import asyncio
 from actors.generation.engine import EngineLoad, EngineUnavailable, RequestRefused
 from actors.generation.lane import lane_of
 from actors.generation.link import EngineLink
-from actors.generation.slots import LOOK_S, Limits, Look, Slots
+from actors.generation.slots import LOOK_S, EngineLook, Limits, Slots
 from actors.runtime.context import Context
 from actors.runtime.deadline import within
 from bus import Entry, Reader
@@ -138,7 +138,7 @@ class Pace:
         now, before = self._context.clock.monotonic(), self._looked_at
         tokens, ended = self.tokens - self._looked[0], self.ended - self._looked[1]
         self._looked, self._looked_at = (self.tokens, self.ended), now
-        look = Look(
+        look = EngineLook(
             busy=self._context.in_flight,
             ended=ended,
             tokens_per_s=tokens / max(1e-3, now - before),

@@ -53,7 +53,7 @@ def digest_of(*asked: bytes | memoryview) -> bytes:
     return found.digest()
 
 
-class Turn:
+class ModelTurn:
     """One answer of the model. `asked`: what it answers; None until the program asks for it again."""
 
     def __init__(self, no: int, asked: list[int] | None = None, digest: bytes = b"") -> None:
@@ -139,7 +139,7 @@ class Running:
     def __init__(self, task: SampleTask) -> None:
         self.task = task
         self.prompt = unpack_ints(task.prompt_tokens)
-        self.turns: dict[int, Turn] = {}
+        self.turns: dict[int, ModelTurn] = {}
         self.told: dict[int, Call] = {}
         self.n_tokens = 0  # of all turns
         self.made_here = 0  # of these, in this process
@@ -186,9 +186,9 @@ class Running:
         del self.marks[1:-MOST_MARKS]
         self.marks.append(Mark(what, who, self.n_tokens, int(wall * 1000) / 1000))
 
-    def open(self, no: int, asked: list[int]) -> Turn:
+    def open(self, no: int, asked: list[int]) -> ModelTurn:
         """A new turn."""
-        turn = Turn(no, asked)
+        turn = ModelTurn(no, asked)
         turn.floor = self.last_version
         self.turns[no] = turn
         return turn
@@ -206,7 +206,7 @@ class Running:
         self.told[call.no] = call
         self._untold.append(call)
 
-    def take(self, turn: Turn, chunk: Chunk, versions: Mapping[str, PolicyVersion]) -> str | None:
+    def take(self, turn: ModelTurn, chunk: Chunk, versions: Mapping[str, PolicyVersion]) -> str | None:
         """Fold one chunk; returns why the request ended, None when it did not. VersionUnknown when it names a version that no
         order named, RouteBroken when a peer's engine made it that is behind what this sample needs."""
         if chunk.token_ids:
@@ -301,7 +301,7 @@ class Running:
             if call.answer is not None:
                 self.told[call.no] = call
                 continue
-            turn = self.turns.setdefault(call.no, Turn(call.no, digest=call.digest))
+            turn = self.turns.setdefault(call.no, ModelTurn(call.no, digest=call.digest))
             turn.take_up(call, _slice(response, at, at + call.n), counted=counted, mask=mask)
             at += call.n
         if not calls and response.experts is not msgspec.UNSET:
@@ -335,7 +335,7 @@ def start(message: SampleTask | PrefixResume, pieces: Sequence[bytes], *, mask_p
     return running
 
 
-def limit_of(turn: Turn, running: Running, sampling: Sampling) -> int:
+def limit_of(turn: ModelTurn, running: Running, sampling: Sampling) -> int:
     """Most tokens that a turn may have."""
     return min(sampling.max_new_tokens, len(turn.tokens) + max(0, running.remaining))
 

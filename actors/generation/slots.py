@@ -65,7 +65,7 @@ class Limits(NamedTuple):
         return cls(min(least, ceiling), ceiling, max_masked or 0.0, (bound + 1) * interval - 1)
 
 
-class Look(NamedTuple):
+class EngineLook(NamedTuple):
     """What is seen of an engine at one time. None where it does not tell."""
 
     busy: int  # samples of ours under way
@@ -103,7 +103,7 @@ class Slots:
         self._full: deque[bool] = deque(maxlen=PATIENCE)
         self._queued: deque[bool] = deque(maxlen=PATIENCE)
 
-    def decide(self, look: Look, limits: Limits) -> int:
+    def decide(self, look: EngineLook, limits: Limits) -> int:
         """The slots from now on, floor to ceiling; at first what `Limits.first` says."""
         if self.slots == 0:
             self._masked_step = look.masked_step
@@ -141,7 +141,7 @@ class Slots:
         self._begin()
         return slots
 
-    def _fold(self, look: Look, limits: Limits) -> None:
+    def _fold(self, look: EngineLook, limits: Limits) -> None:
         self._ended += look.ended
         self._most_busy = max(self._most_busy, look.busy)
         self._mean_busy += SMOOTH * (look.busy - self._mean_busy)
@@ -165,7 +165,7 @@ class Slots:
         self._above = max(0.0, self._above + share - MASKED_FULL)
         self._below = max(0.0, self._below + MASKED_ROOM - share)
 
-    def _may_rise(self, look: Look, limits: Limits) -> bool:
+    def _may_rise(self, look: EngineLook, limits: Limits) -> bool:
         most_kv, self._most_kv, self._ended = self._most_kv, 0.0, 0
         self._rest = max(0, self._rest - 1)
         if self._rest or self._mean_busy < IN_USE * self.slots:

@@ -22,11 +22,11 @@ from actors.generation.engine import (
 from actors.generation.link import EngineLink
 from actors.generation.pace import Pace
 from actors.generation.pictures import Changed, Pictures
-from actors.generation.sample import Running, Turn, limit_of
+from actors.generation.sample import ModelTurn, Running, limit_of
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.prompts import RoutedShape
-from actors.runtime.refusals import Row
+from actors.runtime.refusals import Streak
 from actors.runtime.seeds import seed_for
 from bus import Entry
 from bus.errors import Poison
@@ -66,7 +66,7 @@ class Turns:
         self._pictures = pictures or Pictures(context)
         self._changed = changed
         remedy = "The engine serves another model than this worker was told of, or is broken."
-        self._answers = Row(
+        self._answers = Streak(
             context.clock.monotonic, "the engine's answers", remedy, most=MOST_REFUSED, of=GROUPS_REFUSED
         )
 
@@ -84,9 +84,9 @@ class Turns:
         self,
         entry: Entry,
         running: Running,
-        turn: Turn,
+        turn: ModelTurn,
         sampling: Sampling,
-        more: Callable[[Turn], bool] | None = None,
+        more: Callable[[ModelTurn], bool] | None = None,
     ) -> Leaves | None:
         """Stream tokens until the turn ends (None) or the sample must leave (the reason). `more`: called after each chunk; False
         ends the turn there."""
@@ -110,10 +110,10 @@ class Turns:
         self,
         entry: Entry,
         running: Running,
-        turn: Turn,
+        turn: ModelTurn,
         sampling: Sampling,
         max_tokens: int,
-        more: Callable[[Turn], bool] | None,
+        more: Callable[[ModelTurn], bool] | None,
     ) -> Leaves | Literal["again"] | None:
         """One request to the engine. "again": it was ended for a reason that is not the sample's."""
         context, link, pace, task = self._context, self._link, self._pace, running.task

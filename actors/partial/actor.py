@@ -19,7 +19,7 @@ from actors.runtime.context import Context
 from actors.runtime.deadline import followed
 from actors.runtime.hooks import copies, load_hook
 from actors.runtime.logs import fold_log
-from actors.runtime.refusals import Row, RunEnds
+from actors.runtime.refusals import RunEnds, Streak
 from actors.runtime.whole import in_time
 from bus import Commit, Entry, Out, Tail, ledger
 from bus.messages.base import EMPTY
@@ -50,7 +50,7 @@ class PartialBuffer:
         self._policy: BufferPolicy = POLICIES.get(spec.buffer_filter) or load_hook(spec.buffer_filter)
         self._consumer = Consumer(context, [PARKED], "partial", on_dead=as_lost(context, _dead))
         remedy = "Mend it, or choose another --buffer-filter-path."
-        self._raised = Row(context.clock.monotonic, "the buffer's policy", remedy, most=MOST_RAISED)
+        self._raised = Streak(context.clock.monotonic, "the buffer's policy", remedy, most=MOST_RAISED)
         self._step: int | None = None  # of the newest published weights, as far as it was heard
 
     async def run(self) -> None:

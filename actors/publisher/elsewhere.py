@@ -25,7 +25,7 @@ from bus.messages.policy import WeightManifest
 from bus.messages.weights import Parcel
 
 
-class Packed(NamedTuple):
+class PackedFiles(NamedTuple):
     """What files are. `delta`: what makes them of the parcel `base`."""
 
     parcel: Parcel
@@ -65,7 +65,7 @@ class Elsewhere:
         self._token, self._address = token, address
         self._here = shared_memory_name()
         self._depot: Depot | None = None
-        self._packing: dict[str, asyncio.Future[Packed | None]] = {}  # each in a thread
+        self._packing: dict[str, asyncio.Future[PackedFiles | None]] = {}  # each in a thread
         self._last: tuple[Parcel, Path] | None = None  # packed last
         self._bytes_s = math.inf  # at which a whole version came to a host last
         self._folders: dict[str, Path] = {}  # of parcels that were told
@@ -98,7 +98,7 @@ class Elsewhere:
         if self._last is not None and seconds > 0 and n_bytes > self._last[0].n_bytes / 2:
             self._bytes_s = n_bytes / seconds
 
-    async def parcel(self, files: WeightManifest) -> Packed | None:
+    async def parcel(self, files: WeightManifest) -> PackedFiles | None:
         """What these files are; None while they are being read, or when they are gone. Damaged when they are."""
         path = files.path
         packing = self._packing.get(path)
@@ -148,12 +148,12 @@ class Elsewhere:
             await asyncio.to_thread(self._depot.close)
 
 
-def _pack(folder: Path, written: str, base: tuple[Parcel, Path] | None, bytes_s: float) -> Packed | None:
+def _pack(folder: Path, written: str, base: tuple[Parcel, Path] | None, bytes_s: float) -> PackedFiles | None:
     try:
         parcel = pack_parcel(folder, written)
     except OSError:
         return None
     if base is not None and base[0].id != parcel.id:
         with contextlib.suppress(OSError):  # it is deleted meanwhile, or there is no room
-            return Packed(parcel, make_delta(base[1], folder, parcel, fetch_s=parcel.n_bytes / bytes_s), base[0].id)
-    return Packed(parcel)
+            return PackedFiles(parcel, make_delta(base[1], folder, parcel, fetch_s=parcel.n_bytes / bytes_s), base[0].id)
+    return PackedFiles(parcel)

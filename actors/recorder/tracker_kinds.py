@@ -19,7 +19,7 @@ import msgspec
 
 from actors.recorder.otel import Otlp, traced
 from actors.recorder.points import Point
-from actors.recorder.trackers import Open, Source
+from actors.recorder.trackers import FollowedFile, Open
 from actors.recorder.trained import FILE, OLDER
 from bus.private import write_secret
 
@@ -66,9 +66,9 @@ def opens(spec: TrackerSpec) -> dict[str, Open]:
     return {name: partial(kind, spec) for name, (on, kind) in chosen.items() if on}
 
 
-def sources(spec: TrackerSpec) -> dict[str, Source]:
+def sources(spec: TrackerSpec) -> dict[str, FollowedFile]:
     """What those follow that take samples, not steps."""
-    lives = Source(FILE, OLDER, lambda: traced(_run_id(spec), spec.otel_sample_share), sums=False)
+    lives = FollowedFile(FILE, OLDER, lambda: traced(_run_id(spec), spec.otel_sample_share), sums=False)
     return {"otel": lives}
 
 

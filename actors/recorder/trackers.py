@@ -51,7 +51,7 @@ Open = Callable[[], Tracker]
 
 
 @dataclass(frozen=True)
-class Source:
+class FollowedFile:
     """What a tracker follows. `older`: the file's next name when it is full, empty = it is never full. `reads`: makes what turns
     each record, in order, into what the tracker takes, or None; with `sums` that also tells of the records since the last one."""
 
@@ -61,7 +61,7 @@ class Source:
     sums: bool = True
 
 
-class Place(msgspec.Struct):
+class TrackerPlace(msgspec.Struct):
     """Bytes of its file that a tracker has taken. `first`: checksum of that file's first line, where it has an older one."""
 
     read: int = 0
@@ -75,15 +75,15 @@ class Places:
         self._path = run_dir / PLACES
         self._lock = threading.Lock()
         try:
-            self._places = msgspec.json.decode(self._path.read_bytes(), type=dict[str, Place])
+            self._places = msgspec.json.decode(self._path.read_bytes(), type=dict[str, TrackerPlace])
         except (FileNotFoundError, *UNREADABLE):
             self._places = {}  # from the start: a tracker gets points again rather than never
 
-    def of(self, name: str) -> Place:
+    def of(self, name: str) -> TrackerPlace:
         """Where a tracker goes on."""
-        return self._places.get(name, Place())
+        return self._places.get(name, TrackerPlace())
 
-    def put(self, name: str, place: Place) -> None:
+    def put(self, name: str, place: TrackerPlace) -> None:
         """It has come so far."""
         with self._lock:
             self._places[name] = place
@@ -94,7 +94,7 @@ class Places:
 class Follower:
     """The thread of one tracker. `say`: told once for each new failure, once that it does not answer, and when it works again."""
 
-    def __init__(self, name: str, open_it: Open, run_dir: Path, places: Places, say: Say, source: Source) -> None:
+    def __init__(self, name: str, open_it: Open, run_dir: Path, places: Places, say: Say, source: FollowedFile) -> None:
         self.name = name
         self._open, self._run_dir, self._places, self._say, self._source = open_it, run_dir, places, say, source
         self._tracker: Tracker | None = None
@@ -195,10 +195,10 @@ class Follower:
                 if note:
                     self._say(f"{self.name}: {note}")
             if at > begun:
-                self._places.put(self.name, Place(at, first))
+                self._places.put(self.name, TrackerPlace(at, first))
 
 
-def _read(file: BinaryIO, at: int, source: Source) -> tuple[list[Any], int, bool]:
+def _read(file: BinaryIO, at: int, source: FollowedFile) -> tuple[list[Any], int, bool]:
     """What is for the tracker behind byte `at`, where to go on next time, and whether there may be more."""
     points, of, place = [], source.reads(), at
     file.seek(at)
@@ -224,8 +224,8 @@ def _point(of: Callable[[Record], Any], line: bytes) -> Any:
 
 
 def follow_all(
-    opens: Mapping[str, Open], run_dir: Path, say: Say, sources: Mapping[str, Source] | None = None
+    opens: Mapping[str, Open], run_dir: Path, say: Say, sources: Mapping[str, FollowedFile] | None = None
 ) -> list[Follower]:
     """Start a follower for each tracker. `sources`: of those that do not follow metrics.jsonl."""
     places, other = Places(run_dir), sources or {}
-    return [Follower(name, open_it, run_dir, places, say, other.get(name, Source())) for name, open_it in opens.items()]
+    return [Follower(name, open_it, run_dir, places, say, other.get(name, FollowedFile())) for name, open_it in opens.items()]

@@ -26,7 +26,7 @@ from actors.reward.verifier import tell_args
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
 from actors.runtime.deadline import beside
-from actors.runtime.refusals import Row
+from actors.runtime.refusals import Streak
 from actors.runtime.retry import NotItsFault
 from bus import Commit, Entry, Out
 from bus.errors import Poison, Transient
@@ -65,7 +65,7 @@ class RewardRoom:
             holds=self._siblings is not None,
         )
         remedy = "Mend the scorer, its settings or the labels of the data set."
-        self._failing = Row(
+        self._failing = Streak(
             context.clock.monotonic, "scoring", remedy, most=MOST_FAILED, of=GROUPS_FAILED, patience_s=spec.patience_s,
             spares_s=spec.patience_s or 60.0,
         )  # fmt: skip

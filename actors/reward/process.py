@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed
-from actors.reward.wire import MAX_FRAME_BYTES, Answer, Ask, Cancel, Ready, decode_from_verifier, frame
+from actors.reward.wire import MAX_FRAME_BYTES, Cancel, Ready, ScoreAnswer, ScoreOrder, decode_from_verifier, frame
 from actors.runtime.child import PYTHON
 from actors.runtime.confine import Profile, encoded, kept, without_ours
 from actors.runtime.leftovers import MARK, end_below, end_marked, new_mark
@@ -43,7 +43,7 @@ class VerifierProcess:
     ) -> None:
         self._child, self._mark = child, mark
         self._path = path
-        self._open: dict[int, asyncio.Future[Answer]] = {}
+        self._open: dict[int, asyncio.Future[ScoreAnswer]] = {}
         self._numbers = itertools.count()
         self._ending = False
         self.is_async = is_async
@@ -84,13 +84,13 @@ class VerifierProcess:
     def alive(self) -> bool:
         return not self._ending and self._child.returncode is None
 
-    async def ask(self, sample: Sample | SampleGroup, deadline_s: float) -> Answer:
+    async def ask(self, sample: Sample | SampleGroup, deadline_s: float) -> ScoreAnswer:
         """One question. Raises DeadlineExceeded when the process had to be relieved of it, ScorerFailed when it died of it,
         Bystander when it died of something else."""
         number, future = self._question(next(self._numbers))
         try:
             async with asyncio.timeout(deadline_s):
-                await self._send(Ask(number, sample.as_dict()))
+                await self._send(ScoreOrder(number, sample.as_dict()))
                 return await future
         except TimeoutError:
             if not (self.is_async and await self._cancelled(number)):
@@ -102,8 +102,8 @@ class VerifierProcess:
         finally:
             del self._open[number]
 
-    def _question(self, number: int) -> tuple[int, asyncio.Future[Answer]]:
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    def _question(self, number: int) -> tuple[int, asyncio.Future[ScoreAnswer]]:
+        future: asyncio.Future[ScoreAnswer] = asyncio.get_running_loop().create_future()
         self._open[number] = future
         if not self.alive:
             future.set_exception(Bystander())
@@ -126,7 +126,7 @@ class VerifierProcess:
                 return True
         return False
 
-    async def _send(self, message: Ask | Cancel) -> None:
+    async def _send(self, message: ScoreOrder | Cancel) -> None:
         """Write a frame; that the process is gone is told by the listener, not here."""
         assert self._child.stdin is not None
         with contextlib.suppress(ConnectionError):
@@ -142,7 +142,7 @@ class VerifierProcess:
             except UNREADABLE as error:
                 why = f"sent what is no answer ({error})"
                 break
-            if isinstance(answer, Answer) and (future := self._open.get(answer.number)) and not future.done():
+            if isinstance(answer, ScoreAnswer) and (future := self._open.get(answer.number)) and not future.done():
                 future.set_result(answer)
         on_purpose, self._ending = self._ending, True
         await _end(self._child, self._mark)

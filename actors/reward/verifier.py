@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from actors.reward.wire import Answer, Ask, Cancel, Ready, decode_to_verifier, frame, plain
+from actors.reward.wire import Cancel, Ready, ScoreAnswer, ScoreOrder, decode_to_verifier, frame, plain
 from actors.runtime.child import adopt_orphans, die_with_parent
 from actors.runtime.confine import confine_calls, confine_files, decoded, with_imports
 from actors.runtime.contained import contained, named
@@ -74,12 +74,12 @@ def _end_with(parent: int) -> None:
         sys.exit(0)
 
 
-def _send(answers: BinaryIO, message: Ready | Answer) -> None:
+def _send(answers: BinaryIO, message: Ready | ScoreAnswer) -> None:
     answers.write(frame(message))
     answers.flush()
 
 
-def _listen(asks: BinaryIO, hand_over: Callable[[Ask | Cancel], None]) -> None:
+def _listen(asks: BinaryIO, hand_over: Callable[[ScoreOrder | Cancel], None]) -> None:
     """In a thread: waits for the next frame; the pipe's end ends the process, also in the middle of a hook."""
 
     def listen() -> None:
@@ -92,37 +92,37 @@ def _listen(asks: BinaryIO, hand_over: Callable[[Ask | Cancel], None]) -> None:
 
 def _serve(hook: Hook, asks: BinaryIO, answers: BinaryIO) -> None:
     """One question at a time; waits for the next, woken by the listening thread."""
-    inbox: SimpleQueue[Ask | Cancel] = SimpleQueue()
+    inbox: SimpleQueue[ScoreOrder | Cancel] = SimpleQueue()
     _listen(asks, inbox.put)
     while True:
         message = inbox.get()
-        if isinstance(message, Ask):
+        if isinstance(message, ScoreOrder):
             _send(answers, _score(hook, message))
 
 
-def _score(hook: Hook, ask: Ask) -> Answer:
+def _score(hook: Hook, ask: ScoreOrder) -> ScoreAnswer:
     try:
         value = hook(ask.sample)
         if inspect.isawaitable(value):
             value = asyncio.run(awaited(value))
-        return Answer(ask.number, plain(value))
+        return ScoreAnswer(ask.number, plain(value))
     except BaseException as error:  # noqa: BLE001 - what a hook raises is its answer
         return _raised(ask, error)
 
 
 async def _serve_async(hook: Hook, asks: BinaryIO, answers: BinaryIO) -> None:
     """Many questions at once; waits for the next, woken by the listening thread. Cancelled ones are answered as such."""
-    inbox: asyncio.Queue[Ask | Cancel] = asyncio.Queue()
+    inbox: asyncio.Queue[ScoreOrder | Cancel] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     _listen(asks, lambda message: _hand_over(loop, inbox, message))
     running: dict[int, asyncio.Task[None]] = {}
 
-    async def one(ask: Ask) -> None:
+    async def one(ask: ScoreOrder) -> None:
         try:
             with contained():
-                answer = Answer(ask.number, plain(await hook(ask.sample)))
+                answer = ScoreAnswer(ask.number, plain(await hook(ask.sample)))
         except asyncio.CancelledError:
-            _send(answers, Answer(ask.number, error="cancelled at its deadline"))
+            _send(answers, ScoreAnswer(ask.number, error="cancelled at its deadline"))
             raise
         except Exception as error:  # noqa: BLE001 - what a hook raises is its answer
             answer = _raised(ask, error)
@@ -133,23 +133,23 @@ async def _serve_async(hook: Hook, asks: BinaryIO, answers: BinaryIO) -> None:
     async with asyncio.TaskGroup() as tasks:
         while True:
             message = await inbox.get()
-            if isinstance(message, Ask):
+            if isinstance(message, ScoreOrder):
                 running[message.number] = tasks.create_task(one(message))
             elif message.number in running:
                 running[message.number].cancel()
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Ask | Cancel], message: Ask | Cancel) -> None:
+def _hand_over(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[ScoreOrder | Cancel], message: ScoreOrder | Cancel) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has just ended, and the process with it
         loop.call_soon_threadsafe(inbox.put_nowait, message)
 
 
-def _raised(ask: Ask, error: BaseException) -> Answer:
+def _raised(ask: ScoreOrder, error: BaseException) -> ScoreAnswer:
     """Error and where in the hook it was raised, for the operator."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     trace = "".join(traceback.format_exception(error))[-4000:]
-    return Answer(ask.number, error=f"{named(error)}{where}", trace=printable(trace))
+    return ScoreAnswer(ask.number, error=f"{named(error)}{where}", trace=printable(trace))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Ready(msgspec.Struct, tag="ready"):
     error: str = ""
 
 
-class Ask(msgspec.Struct, tag="ask"):
+class ScoreOrder(msgspec.Struct, tag="ask"):
     """Score this sample (a dict for the hook), or all samples of a group."""
 
     number: int
@@ -40,7 +40,7 @@ class Cancel(msgspec.Struct, tag="cancel"):
     number: int
 
 
-class Answer(msgspec.Struct, tag="answer"):
+class ScoreAnswer(msgspec.Struct, tag="answer"):
     """What the hook returned, or the one-line error and the trace of what it raised."""
 
     number: int
@@ -49,8 +49,8 @@ class Answer(msgspec.Struct, tag="answer"):
     trace: str = ""
 
 
-ToVerifier = Ask | Cancel
-FromVerifier = Ready | Answer
+ToVerifier = ScoreOrder | Cancel
+FromVerifier = Ready | ScoreAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_verifier = msgspec.msgpack.Decoder(ToVerifier).decode

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from actors.runtime.template import BadChat, Ending, Message, Shape, Template, same, shown
+from actors.runtime.template import AnswerEnding, BadChat, Message, Shape, Template, same, shown
 
 __all__ = ["BadChat", "Chat", "Message", "NotAppendOnly", "Piece"]
 
@@ -168,7 +168,7 @@ class Chat:
 
 
 def _made_of(
-    tail: list[int], made: list[int], shape: Shape, ending: Ending, marks: Collection[int], stops: Collection[int]
+    tail: list[int], made: list[int], shape: Shape, ending: AnswerEnding, marks: Collection[int], stops: Collection[int]
 ) -> int:
     """How many of the ids of `tail`, which stand behind the body of a message, `made` has already: a turn's end is not doubled, and
     what the template writes in another way in its place is not put behind it."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from actors.runtime.host import Folder, processes_name, room_left, shared_memory_name
-from actors.runtime.refusals import Refusals, RunEnds
+from actors.runtime.refusals import ActorRefusals, RunEnds
 from bus import Bus, BusConfig, Out
 from bus.errors import printable
 from bus.knobs.live import KnobValues, LiveKnobs
@@ -63,7 +63,7 @@ class Context:
         self.in_flight = 0
         self.slots = 0
         self.counters: dict[str, float] = {}
-        self.refusals = Refusals(self.count, self.event)
+        self.refusals = ActorRefusals(self.count, self.event)
         self.note = ""
         self.noting: Callable[[], str] = str  # makes a note at each look, where one at each event would cost too much
         self.depot = ""  # where this actor serves versions to other hosts

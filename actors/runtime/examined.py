@@ -26,7 +26,7 @@ class ProgramGone(BaseException):
     """The program's process has ended, or said what is no answer."""
 
 
-class Line:
+class ExaminerChannel:
     """One end of the channel: asks, and answers what the other side asks meanwhile."""
 
     def __init__(self, handle: int) -> None:
@@ -88,7 +88,7 @@ class Line:
 
 def answer(handle: int, space: dict[str, Any]) -> None:
     """Answer the examiner until it ends."""
-    program = _Program(Line(handle), space)
+    program = _Program(ExaminerChannel(handle), space)
     program.line.send(["say", [name for name in space if not name.startswith("__")]])
     while True:
         try:
@@ -121,7 +121,7 @@ _BUILTINS = ("next", "len", "bool", "str", "repr", "round", "int", "float")
 
 
 class _Program:
-    def __init__(self, line: Line, space: dict[str, Any]) -> None:
+    def __init__(self, line: ExaminerChannel, space: dict[str, Any]) -> None:
         self.line, self._space = line, space
 
     def asked(self, question: list[Any]) -> Any:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine
 from types import ModuleType
 from typing import Any, NoReturn
 
-from actors.runtime.examined import Line, ProgramGone, builtin_of
+from actors.runtime.examined import ExaminerChannel, ProgramGone, builtin_of
 from actors.runtime.plain import Unsendable, Word, decode, encode, handed
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift")
@@ -174,7 +174,7 @@ def _module(name: str) -> ModuleType:
         raise ProgramGone(f"the program names a module that cannot be imported: {type(error).__name__}") from None
 
 
-class Names(ModuleType):
+class MainModule(ModuleType):
     """The module `__main__` of the tests, where `unittest.main` looks for them."""
 
     def __init__(self, space: Space) -> None:
@@ -195,7 +195,7 @@ class Space(dict[str, Any]):
 
     def __init__(self, handle: int, tests: str) -> None:
         super().__init__(__name__="__main__")
-        self._line = Line(handle)
+        self._line = ExaminerChannel(handle)
         said = self._line.receive()
         names = said[1] if isinstance(said, list) and len(said) == 2 and isinstance(said[1], list) else []
         self._names = {name for name in names if isinstance(name, str)}

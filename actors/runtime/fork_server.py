@@ -38,7 +38,7 @@ NO_SERVER = 3
 ANSWER_S = 300.0  # importing torch takes minutes on a starved host
 
 
-class Order(msgspec.Struct, frozen=True):
+class ForkOrder(msgspec.Struct, frozen=True):
     """Run `words[0]` as `python -m` would, with the others as its arguments; `env` is set beside what the server has."""
 
     words: list[str]
@@ -46,7 +46,7 @@ class Order(msgspec.Struct, frozen=True):
     env: dict[str, str]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ForkReport(msgspec.Struct, frozen=True):
     """`ended` false: the last order's child has this pid. True: this child ended with `code` (negative: by a signal)."""
 
     pid: int
@@ -84,7 +84,7 @@ class ForkServer:
         forked: asyncio.Future[Forked | None] = loop.create_future()
         self._orders.put_nowait(forked)
         try:
-            self._process.stdin.write(msgspec.json.encode(Order(list(words), str(log), dict(env))) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(ForkOrder(list(words), str(log), dict(env))) + b"\n")
             self._process.stdin.flush()
         except OSError:
             return None
@@ -100,7 +100,7 @@ class ForkServer:
         stream = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), self._process.stdout)
         while line := await stream.readline():
-            answer = msgspec.json.decode(line, type=Answer)
+            answer = msgspec.json.decode(line, type=ForkReport)
             if not answer.ended:
                 end: asyncio.Future[int | None] = loop.create_future()
                 self._ends[answer.pid] = end
@@ -140,7 +140,7 @@ def _tell(future: asyncio.Future[Any], value: Forked | int | None) -> None:
         future.set_result(value)
 
 
-def serve() -> Order | None:
+def serve() -> ForkOrder | None:
     """In the server: until stdin ends (None), or in a child: its order."""
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -159,7 +159,7 @@ def serve() -> Order | None:
         for line in lines:
             if orderer_is_gone():  # what it wrote lay here while this process loaded
                 return None
-            order = msgspec.json.decode(line, type=Order)
+            order = msgspec.json.decode(line, type=ForkOrder)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -167,7 +167,7 @@ def serve() -> Order | None:
                 os.close(wake)
                 os.close(woken)
                 return order
-            _say(Answer(pid))
+            _say(ForkReport(pid))
         if not data:
             return None
 
@@ -187,14 +187,14 @@ def _collect() -> None:
             return
         if pid == 0:
             return
-        _say(Answer(pid, True, os.waitstatus_to_exitcode(status)))
+        _say(ForkReport(pid, True, os.waitstatus_to_exitcode(status)))
 
 
-def _say(answer: Answer) -> None:
+def _say(answer: ForkReport) -> None:
     os.write(1, msgspec.json.encode(answer) + b"\n")
 
 
-def become(order: Order) -> None:
+def become(order: ForkOrder) -> None:
     """In a child: run the order in this process, and end. Of an orderer that died meanwhile: end at once."""
     os.setsid()
     rename([*PYTHON, *order.words])

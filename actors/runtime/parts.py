@@ -39,7 +39,7 @@ class BadRow(BadData):
         self.setting, self.key = setting, key
 
 
-class Row(NamedTuple):
+class RowParts(NamedTuple):
     """A row's parts, none of them tokenised. `tools`: descriptions for the template, None without a column of them."""
 
     prompt: Any
@@ -78,7 +78,7 @@ def parts_of(
     supervised: bool = False,
     padded: bool = False,
     objects: bool = False,
-) -> Row:
+) -> RowParts:
     """The parts of a row by the settings that name them. `strict`: a named column must be there, but for `MAY_LACK`; else only that
     of the prompt, and one with a dot. `supervised`: the prompt is a whole dialogue, or a text whose label is its response.
     `padded`: as `Placed` has it; the model shall not be shown other tools' arguments as null. `objects`: a label may be an object
@@ -123,7 +123,7 @@ def parts_of(
     except _Odd as odd:
         key = str(keys.get(odd.setting) or "")
         raise BadRow(odd.setting, key, odd.problem.replace("KEY", f"under {key!r}"), odd.remedy) from odd
-    return Row(prompt, label, metadata, tools, pictures)
+    return RowParts(prompt, label, metadata, tools, pictures)
 
 
 def kind_of(value: object) -> str:

@@ -21,7 +21,7 @@ from bus.messages.samples import Picture
 MOST_UNSEEN = 64  # prompts in a row whose pictures cannot be read; then it is not the prompts
 
 
-class Pictures:
+class PromptPictures:
     """One room's."""
 
     def __init__(self, context: Context) -> None:

@@ -14,8 +14,8 @@ import msgspec
 
 from actors.runtime.chat import Chat
 from actors.runtime.context import Context
-from actors.runtime.parts import Row, parts_of, unseen
-from actors.runtime.rows import BadData, Placed, Source, image_key, read, sources_of
+from actors.runtime.parts import RowParts, parts_of, unseen
+from actors.runtime.rows import BadData, PlacedRow, Source, image_key, read, sources_of
 from actors.runtime.run import Refused, RunEnds
 from actors.runtime.sources import Coming, rows_function
 from actors.runtime.tools import SHIPPED
@@ -103,7 +103,7 @@ class Tokenizer:
             raise Refused(problem)
         return text, self._chat.encode(text)
 
-    def supervised(self, row: Row, spec: DataSpec) -> tuple[str, list[int], list[int], list[int]]:
+    def supervised(self, row: RowParts, spec: DataSpec) -> tuple[str, list[int], list[int], list[int]]:
         """(text of the prompt, its ids, ids behind it, mask of these) of a whole dialogue, or of a text and its label. Refused
         where nothing would be trained."""
         if self._chat is None:
@@ -263,7 +263,7 @@ async def read_apart(
         ends.cancel()
 
 
-def _rows(source: Source, function: Callable[[str], Iterable[Any]] | None) -> Iterator[Placed]:
+def _rows(source: Source, function: Callable[[str], Iterable[Any]] | None) -> Iterator[PlacedRow]:
     """Rows of a source. Where it is none, the error says which: an actor that starts again may meet it days later."""
     try:
         yield from read(source, function)

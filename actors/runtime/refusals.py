@@ -1,7 +1,7 @@
 """What an actor met and could not use: counted, said once, and after so many in a row the end of the run.
 
-Nobody else does these three. `Refusals` is one per actor (`context.refusals`): each kind of refusal has a counter
-`refused/<what>` and one event, with a further one when there are a hundred times as many. `Row` watches one thing that
+Nobody else does these three. `ActorRefusals` is one per actor (`context.refusals`): each kind of refusal has a counter
+`refused/<what>` and one event, with a further one when there are a hundred times as many. `Streak` watches one thing that
 everything here must pass (a hook, a scorer, an engine): when it fails for all, no entry is to blame, and going on would only
 burn prompts.
 """
@@ -28,7 +28,7 @@ class RunEnds(MilesAsyncError):
     """What this actor met at work would meet it again after a restart: the run ends with this text, its entries pending."""
 
 
-class Refusals:
+class ActorRefusals:
     """One actor's. `count` and `tell` are those of its context."""
 
     def __init__(self, count: Callable[[str], None], tell: Tell) -> None:
@@ -50,7 +50,7 @@ class Refusals:
             await self._tell(kind, f"{what}{so_far}: {text}"[:400])
 
 
-class Row:
+class Streak:
     """Failures in a row. The run ends after `most` of them, over `of` different groups, in no less than `patience_s`.
     `remedy`: what the operator can do, a sentence. `spares_s`: how long after the first of a row nobody is to blame."""
 

@@ -29,7 +29,7 @@ _SOURCE = re.compile(r"(?:(?P<weight>\d+(?:\.\d+)?)\*)?(?P<path>.+?)(?:@\[(?P<st
 Row = dict[str, Any]
 
 
-class Placed(NamedTuple):
+class PlacedRow(NamedTuple):
     """A row and where it stands: `number`, from 1, of the line of JSONL or the row of another file `at`, or of the source `at`.
     `padded`: its tables have all keys that any row's have there, those that it lacks as None (Parquet, Arrow)."""
 
@@ -73,7 +73,7 @@ def sources_of(text: str) -> tuple[Source, ...]:
     return tuple(found)
 
 
-def read(source: Source, function: Callable[[str], Iterable[Any]] | None = None) -> Iterator[Placed]:
+def read(source: Source, function: Callable[[str], Iterable[Any]] | None = None) -> Iterator[PlacedRow]:
     """The rows that a source selects. `function`: of the user's, gets the path. Raises BadData."""
     start, stop = source.start or 0, source.stop
     if start < 0 or (stop or 0) < 0:
@@ -169,24 +169,24 @@ def _number(text: str) -> Any:
         return text
 
 
-def _placed(path: str, function: Callable[[str], Iterable[Any]] | None) -> Iterator[Placed]:
+def _placed(path: str, function: Callable[[str], Iterable[Any]] | None) -> Iterator[PlacedRow]:
     if function is not None:
         for number, row in enumerate(function(path), 1):
             if number > MOST_ROWS:
                 raise BadData(f"{path}: more than {MOST_ROWS} rows", "A data source ends: an epoch is its rows.")
-            yield Placed(path, number, row)
+            yield PlacedRow(path, number, row)
     elif path.startswith(GYM):
         made = gym(path)
         for index in range(len(made)):
             item = made[index]
             metadata = {"rm_type": "reasoning_gym", "source": path, "index": index}
             row = {"question": item["question"], "answer": str(item["answer"]), "metadata": metadata}
-            yield Placed(path, index + 1, row)
+            yield PlacedRow(path, index + 1, row)
     else:
         for file in _files(path):
             padded = file.suffix in TABLES
             rows = enumerate(_table_rows(file), 1) if padded else _rows_of(file)
-            yield from (Placed(str(file), number, row, padded) for number, row in rows)
+            yield from (PlacedRow(str(file), number, row, padded) for number, row in rows)
 
 
 def _files(path: str) -> list[Path]:

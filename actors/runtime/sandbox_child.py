@@ -27,7 +27,7 @@ class Gone(Exception):
     """The zygote has ended: this server has too."""
 
 
-class Process:
+class SandboxProcess:
     """One process of an order. `status`: None while it runs."""
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class Zygote:
 
     def __init__(self, line: socket.socket) -> None:
         self.line = line
-        self._of: dict[str, Process] = {}
+        self._of: dict[str, SandboxProcess] = {}
         self._n = 0
 
-    def start(self, order: dict[str, Any], *handles: int) -> Process:
+    def start(self, order: dict[str, Any], *handles: int) -> SandboxProcess:
         """Waits until it runs. `handles`: of its outputs, and of its channel."""
         self._n += 1
         number = str(self._n)
-        process = self._of[number] = Process()
+        process = self._of[number] = SandboxProcess()
         paper = os.memfd_create("order")
         with os.fdopen(os.dup(paper), "wb") as file:
             file.write(json.dumps(order).encode())
@@ -76,7 +76,7 @@ class Zygote:
             self._of.pop(word[1]).status = word[2]
 
 
-class Job:
+class SandboxJob:
     """One order at work: a process, or a program and its examiner, whose end counts. `over`: why we ended it; empty: we did not."""
 
     def __init__(self, order: dict[str, Any], line: Zygote) -> None:
@@ -160,7 +160,7 @@ class Job:
         return self.read(which) and len(self.texts[which]) > before
 
 
-def _kill(process: Process) -> None:
+def _kill(process: SandboxProcess) -> None:
     if process.status is None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process.handle, signal.SIGKILL)
@@ -178,7 +178,7 @@ def serve(line: Zygote) -> None:
     chosen = selectors.DefaultSelector()
     chosen.register(0, selectors.EVENT_READ)
     chosen.register(line.line, selectors.EVENT_READ)
-    jobs: list[Job] = []
+    jobs: list[SandboxJob] = []
     pending = bytearray()
     while True:
         nearest = min((job.ends_at for job in jobs if not job.over), default=None)
@@ -191,7 +191,7 @@ def serve(line: Zygote) -> None:
                     return
                 pending += data
                 while len(pending) >= 4 and len(pending) >= 4 + (size := int.from_bytes(pending[:4], "little")):
-                    job = Job(json.loads(bytes(pending[4 : 4 + size])), line)
+                    job = SandboxJob(json.loads(bytes(pending[4 : 4 + size])), line)
                     del pending[: 4 + size]
                     jobs.append(job)
                     for handle in job.ends:

@@ -32,7 +32,7 @@ class BadChat(Refused):
     """The template cannot take these messages. As an actor's start-up: refused; in a dialogue: of this dialogue."""
 
 
-class Ending(NamedTuple):
+class AnswerEnding(NamedTuple):
     """What a template puts behind the body of an assistant's message; of calls, behind their last argument."""
 
     alone: tuple[int, ...]  # ids of it where the message is the last one
@@ -49,7 +49,7 @@ class Template:
 
     def __init__(self, render: Render, split: Split, marks: Mapping[int, str], special: Collection[int]) -> None:
         self._render, self.split, self.marks, self.special = render, split, marks, special
-        self._endings: dict[Shape, Ending] = {}
+        self._endings: dict[Shape, AnswerEnding] = {}
         self._openings: dict[bool, str] = {}
         self._cuts: dict[bool, list[int]] = {}
 
@@ -163,13 +163,13 @@ class Template:
             found["tool_calls"] = [_renamed(call, {"k": mark}) for call in calls]
         return found
 
-    def ending(self, shape: Shape) -> Ending:
+    def ending(self, shape: Shape) -> AnswerEnding:
         """Raises BadChat."""
         if shape not in self._endings:
             self._endings[shape] = self._ending(shape)
         return self._endings[shape]
 
-    def _ending(self, shape: Shape) -> Ending:
+    def _ending(self, shape: Shape) -> AnswerEnding:
         said = [ASKED, {"role": "assistant", "content": "!"} if shape == "text" else calling("f", {"k": "!"})]
         alone = self.behind(said, 1, None, False)
         heard = [told("!")] if shape == "calls" else [ASKED]
@@ -192,7 +192,7 @@ class Template:
             closing = self.ending("text").text if shape == "calls" else text
             at = len(text) - len(closing) if text.endswith(closing) else 0
             end, within = next(((i, one[2]) for i, one in enumerate(ids[:n]) if one[1] >= at), (-1, len(text)))
-        return Ending(tuple(one[0] for one in ids), n, text, end, within, stop, self.marks.get(after, ""))
+        return AnswerEnding(tuple(one[0] for one in ids), n, text, end, within, stop, self.marks.get(after, ""))
 
     def _ids_behind(self, messages: Sequence[Message]) -> list[int]:
         """Ids behind the assistant's message, the second, where the next turn is opened; none where that cannot be rendered."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from actors.runtime.contained import as_exception, named, text_of
 from actors.runtime.hooks import awaited, load_hook
 from actors.runtime.loopwatch import in_thread
-from actors.runtime.refusals import Row, RunEnds
+from actors.runtime.refusals import RunEnds, Streak
 
 if TYPE_CHECKING:
     from actors.runtime.context import Context
@@ -35,7 +35,7 @@ class Whole:
         self.setting = setting
         self._hook, self._deadline_s = load_hook(path), deadline_s
         self._name = f"--{setting.replace('_', '-')} {path}"
-        self._row = Row(context.clock.monotonic, self._name, "Mend it, or leave it out.", most=MOST_FAILED)
+        self._row = Streak(context.clock.monotonic, self._name, "Mend it, or leave it out.", most=MOST_FAILED)
 
     async def __call__(self, *args: Any) -> Any:
         """What it returned. Raises WholeFailed, and RunEnds after several in a row, or when it is late."""

@@ -190,7 +190,7 @@ def _examine(order: Order) -> int:
     try:
         tests = unasked.without_solution(order["code"])
         space = examiner.Space(CHANNEL, tests)
-        sys.argv, sys.modules["__main__"] = ["tests"], examiner.Names(space)
+        sys.argv, sys.modules["__main__"] = ["tests"], examiner.MainModule(space)
         if code := run_code(tests, space, name="<tests>"):
             return code
         calls = unasked.left_to_call(tests, space)

@@ -16,14 +16,14 @@ import msgspec
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
-from actors.runtime.pictures import Pictures
+from actors.runtime.pictures import PromptPictures
 from actors.runtime.prompts import DataSpec, Prompt, Prompts, most_new_tokens, read_apart
 from actors.runtime.run import RunEnds
 from actors.runtime.seeds import seed_for
 from actors.runtime.staleness import rule_of
 from actors.sampler.admission import engine_room, group_credits
-from actors.sampler.order import Cursor, Order
-from actors.sampler.progress import Progress, mask_of
+from actors.sampler.order import Cursor, RowOrder
+from actors.sampler.progress import SamplerProgress, mask_of
 from bus import Commit, Entry, Guard, Out, Tail, ledger
 from bus.knobs.live import KnobValues
 from bus.messages.base import pack_ints
@@ -80,8 +80,8 @@ class Sampler:
         self._context = context
         self._spec = spec
         self._prompts, self._too_long, self._unseen = found.prompts, found.too_long, found.unseen
-        self._pictures = Pictures(context)
-        self._order = Order(parts=found.parts, run_seed=context.spec.run_seed, shuffle=spec.shuffle)
+        self._pictures = PromptPictures(context)
+        self._order = RowOrder(parts=found.parts, run_seed=context.spec.run_seed, shuffle=spec.shuffle)
         self._data = f"{len(self._prompts)}:{_digest(self._prompts)}"
         self._row_of = {f"p{prompt.index}": row for row, prompt in enumerate(self._prompts)}
 
@@ -157,7 +157,7 @@ class Sampler:
         """Everything in memory from the streams: positions first, so that nothing falls between scan and tail."""
         bus = self._context.bus
         self._restarts = bus.link.server_restarts
-        self._progress = Progress(keeps=self._spec.keeps_checkpoints)
+        self._progress = SamplerProgress(keeps=self._spec.keeps_checkpoints)
         self._credits = False
         self._again: list[tuple[str, tuple[str, ...]]] = []
         await tail.open()

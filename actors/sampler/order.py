@@ -67,7 +67,7 @@ def quotas(parts: Parts) -> list[int]:
     return found
 
 
-class Order:
+class RowOrder:
     """The endless sequence of rows; keeps the permutation of the current epoch."""
 
     def __init__(self, *, parts: Parts, run_seed: int, shuffle: bool) -> None:

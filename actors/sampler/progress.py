@@ -14,7 +14,7 @@ from bus.messages.groups import GroupVerdict, OpenGroup, index_of
 from bus.messages.policy import Checkpointed, Finished, GroupsGivenUp, Restored, StepDone
 
 
-class Progress:
+class SamplerProgress:
     """Open samples by stage. Samples are added by `issued` only and removed by messages only, so because of a late message
     too few are issued, never too many. `keeps`: the trainer writes checkpoints and may go back to one."""
 

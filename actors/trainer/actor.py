@@ -28,7 +28,7 @@ from actors.trainer.backend import BatchRefused, StepBatch, StepResult
 from actors.trainer.backends import open_backend
 from actors.trainer.batch_hooks import BatchHooks
 from actors.trainer.batches import Batch, Batches, pictures_of, sample_ids
-from actors.trainer.convert import Facts, facts_of, to_samples
+from actors.trainer.convert import BatchFacts, facts_of, to_samples
 from actors.trainer.courier import Courier
 from actors.trainer.determinism import step_line, write_line
 from actors.trainer.followers import Followers
@@ -42,7 +42,7 @@ from actors.trainer.selfcheck import tell
 from actors.trainer.spec import TrainerSpec
 from actors.trainer.step_files import StepFiles
 from actors.trainer.tuned import TunedSteps
-from actors.trainer.turns import Turns
+from actors.trainer.turns import GpuTurns
 from bus import Out
 from bus.messages.control import STEP_BEGAN
 from bus.messages.events import EventKind
@@ -81,7 +81,7 @@ class Trainer:
         self._version = PolicyVersion(id=0, step=0)
         self._voice = Voice(context)
         self._courier = Courier(context, spec.courier, self._backend, self._in_thread, Path(spec.weights_dir))
-        self._turns = Turns(context, spec.turns, self._backend, self._in_thread)
+        self._turns = GpuTurns(context, spec.turns, self._backend, self._in_thread)
         self._lender = Lender(context, spec.turns, self._turns, self._intake)
         self._tuned = TunedSteps(context, self._backend, self._in_thread)
         self._step_files = StepFiles(context)
@@ -226,7 +226,7 @@ class Trainer:
         return result
 
     async def _done(
-        self, batch: Batch, result: StepResult, facts: Facts, *, began: float, waited: float, trained: float
+        self, batch: Batch, result: StepResult, facts: BatchFacts, *, began: float, waited: float, trained: float
     ) -> None:
         context, spec, groups = self._context, self._spec, batch.groups
         step = self._version.step

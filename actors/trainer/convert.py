@@ -87,16 +87,16 @@ def to_samples(groups: Sequence[GroupKept], images: Mapping[str, bytes] = EMPTY)
     return [one for scored, known in every for one in to_trajectories(scored, known=known, images=images)]
 
 
-class Facts(NamedTuple):
+class BatchFacts(NamedTuple):
     """What the bus is told of a batch beside what its step gave: see `batch_metrics` and `lives_of`."""
 
     metrics: dict[str, float]
     lives: Packed
 
 
-def facts_of(groups: Sequence[GroupKept], *, step: int, bound: int) -> Facts:
+def facts_of(groups: Sequence[GroupKept], *, step: int, bound: int) -> BatchFacts:
     """Of a batch that is trained on weights of `step` updates; `bound` in steps."""
-    return Facts(batch_metrics(groups, step=step, bound=bound), lives_of(groups))
+    return BatchFacts(batch_metrics(groups, step=step, bound=bound), lives_of(groups))
 
 
 def batch_metrics(groups: Sequence[GroupKept], *, step: int, bound: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from actors.trainer.training.ranked import Follower
+from actors.trainer.training.ranked import FollowingRank
 from actors.trainer.training.ranks import Ranks
 
 log = logging.getLogger("trainer.follower")
@@ -25,7 +25,7 @@ def main() -> int:
         return 2
     ranks.connect()
     try:
-        Follower(ranks).follow()
+        FollowingRank(ranks).follow()
     finally:
         ranks.close()
     return 0

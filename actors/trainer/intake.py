@@ -33,7 +33,7 @@ ACKS_PER_COMMIT = 200
 SETTLED_KEPT = 512  # entries at least, and those of the newest checkpoint; more than a second's worth
 
 
-class GivenUp(msgspec.Struct):
+class GivenUpGroups(msgspec.Struct):
     """What is given up for one reason. A group is named once, however many parts of it there are; those whose `prompts` start again
     come first."""
 
@@ -177,11 +177,11 @@ class Intake:
         which some samples are trained, the others wait for its acknowledgement as dropped."""
         whole = {key for key, _ in drops if not self.ready[key].group.part and key not in self._trained}
         at_once: list[Trained] = []
-        said: dict[DropReason, GivenUp] = {}
+        said: dict[DropReason, GivenUpGroups] = {}
         for key, reason in sorted(drops, key=lambda drop: drop[0] not in whole):
             part = self.ready.pop(key)
             left = [part.group.samples[at] for at in part.left]
-            given_up = said.setdefault(reason, GivenUp())
+            given_up = said.setdefault(reason, GivenUpGroups())
             given_up.groups[part.group.group_id] = None
             given_up.samples += [s.sample_id for s in left]
             given_up.prompts += [part.group.prompt_id] if reissue and key in whole else []

@@ -11,7 +11,7 @@ from actors.runtime.context import Context
 from actors.trainer.intake import Intake
 from actors.trainer.lending import Costs, expected_wait, should_be_lent
 from actors.trainer.spec import TurnSpec
-from actors.trainer.turns import Turns
+from actors.trainer.turns import GpuTurns
 from bus.inspect import stream_facts
 from bus.topology import PREFIXES, PROMPTS, TAIL
 
@@ -21,7 +21,7 @@ LOOK_S = 0.25  # no decision is made more often
 class Lender:
     """Of one trainer. Without `spec.lends` it only passes turns on."""
 
-    def __init__(self, context: Context, spec: TurnSpec, turns: Turns, intake: Intake) -> None:
+    def __init__(self, context: Context, spec: TurnSpec, turns: GpuTurns, intake: Intake) -> None:
         self._context = context
         self._spec = spec
         self._turns = turns

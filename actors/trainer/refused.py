@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from actors.runtime.context import Context
-from actors.runtime.refusals import Row, RunEnds
+from actors.runtime.refusals import RunEnds, Streak
 from actors.trainer.backend import BatchRefused, StepBatch, TrainBackend
 from actors.trainer.batches import Batch
 from actors.trainer.convert import to_samples
@@ -35,7 +35,7 @@ class RefusedBatches:
         self._in_thread = in_thread
         remedy = "Look at the samples that `batch refused` or `step skipped` is about, and at the settings of the objective."
         self._skipped: tuple[str, ...] = ()  # keys of the batch that was skipped last
-        self._row = Row(context.clock.monotonic, "the training of a batch", remedy, most=MOST_REFUSED)
+        self._row = Streak(context.clock.monotonic, "the training of a batch", remedy, most=MOST_REFUSED)
 
     def worked(self) -> None:
         """A batch was trained."""

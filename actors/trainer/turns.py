@@ -33,7 +33,7 @@ SILENT_S = 10.0  # a worker without a word for so long is gone, while the run st
 ENDED = ("draining", "stopped")
 
 
-class Turns:
+class GpuTurns:
     """Nothing happens here when no worker shares the GPUs: the turn is always the trainer's."""
 
     def __init__(

@@ -15,7 +15,7 @@ import msgspec
 from actors.runtime.snapshot import read_snapshot
 from bus import STREAMS, Bus, Stream, Tail
 from bus.errors import BadMessage
-from bus.inspect import Consumer, Head, ReadersFacts, all_heads, consumers_of, stream_facts
+from bus.inspect import ConsumerFacts, Head, ReadersFacts, all_heads, consumers_of, stream_facts
 from bus.streams.entry import Entry
 from miles_async.cli.options import print_json
 from miles_async.cli.status import stream_json
@@ -197,7 +197,7 @@ async def _find(bus: Bus, streams: Sequence[Stream], name: str) -> Entry:
 async def lag(bus: Bus, *, as_json: bool) -> int:
     """Every reader of every data stream, and who in it holds what."""
     snapshot = await read_snapshot(bus)
-    found: list[tuple[str, ReadersFacts, list[Consumer]]] = []
+    found: list[tuple[str, ReadersFacts, list[ConsumerFacts]]] = []
     for stream in STREAMS:
         for facts in snapshot.streams[stream.name].readers:
             found.append((stream.name, facts, await consumers_of(bus, stream, facts.readers)))

@@ -19,7 +19,7 @@ from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import FlagValue
 from miles_async.settings.meant import Said, meant
 from miles_async.settings.miles import NOT_COMPARED, OTHERWISE, fate, needless
-from miles_async.settings.script import Script, Word, read_script
+from miles_async.settings.script import ScriptCommands, Word, read_script
 
 FLAG = "--from-miles"
 SHOWN = 44  # characters of a flag with its values
@@ -107,7 +107,7 @@ def _with_arguments(said: str) -> list[str]:
         raise SettingsError(f"{FLAG} {said!r}: {error}", remedy="Quote its arguments as a shell would have them.") from None
 
 
-def _flags(script: Script, refused: Refusals) -> Iterator[_Flag]:
+def _flags(script: ScriptCommands, refused: Refusals) -> Iterator[_Flag]:
     now: _Flag | None = None
     for word in script.words:
         if word.text.startswith("--"):
@@ -170,7 +170,7 @@ def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
         yield f"  {shown:<{width}}  {said}{f'  [{where}]' if where else ''}"
 
 
-def _beside(script: Script) -> Iterator[str]:
+def _beside(script: ScriptCommands) -> Iterator[str]:
     """The environment of the run, which is set here as the script would, and what was not run."""
     for name, word in script.environment.items():
         if name in NOT_TAKEN or word.unread:

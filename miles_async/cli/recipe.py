@@ -26,7 +26,7 @@ from miles_async.cli import recipe_absent, recipe_child, recipe_typer
 from miles_async.settings.bash_words import ARCHITECTURE
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.model_file import find_above, model_words
-from miles_async.settings.script import Script, Word, read_text
+from miles_async.settings.script import ScriptCommands, Word, read_text
 
 MOST_SOURCES, MOST_CHARACTERS = 64, 1 << 21
 DEADLINE_S = 20.0
@@ -66,7 +66,7 @@ class Train(TypedDict):
     environment: dict[str, str]
 
 
-class Answer(TypedDict):
+class RecipeAnswer(TypedDict):
     """What comes out of the sandbox: the recipe may have written it itself, so it is checked."""
 
     trains: list[Train]
@@ -78,7 +78,7 @@ class Answer(TypedDict):
 _ABSENT = re.compile("\ue000([^\ue001]*)\ue001")
 
 
-def read_recipe(path: Path, environ: Mapping[str, str] | None = None, arguments: tuple[str, ...] = ()) -> Script:
+def read_recipe(path: Path, environ: Mapping[str, str] | None = None, arguments: tuple[str, ...] = ()) -> ScriptCommands:
     """What the recipe at `path`, given `arguments`, would give to train.py. SettingsError when it cannot be run here, or launches
     none or several."""
     environ = os.environ if environ is None else environ
@@ -105,7 +105,7 @@ def read_recipe(path: Path, environ: Mapping[str, str] | None = None, arguments:
     return _script(path, answer, environ)
 
 
-async def _asked(path: Path, order: dict[str, Any]) -> Answer:
+async def _asked(path: Path, order: dict[str, Any]) -> RecipeAnswer:
     """The recipe's answer, when it knows of each file that it asks for whether it is there."""
     async with Sandbox(width=1, memory_bytes=MEMORY_BYTES, output_bytes=OUTPUT_BYTES, deadline_s=DEADLINE_S) as sandbox:
         for _ in range(MOST_ROUNDS):
@@ -119,7 +119,7 @@ async def _asked(path: Path, order: dict[str, Any]) -> Answer:
     raise SettingsError(f"{path} asks for ever more files", remedy="Give its flags behind `miles-async train`.")
 
 
-def _answer(path: Path, ran: Ran) -> Answer:
+def _answer(path: Path, ran: Ran) -> RecipeAnswer:
     _, mark, said = ran.stdout.rpartition(recipe_child.MARK)
     if ran.cause != "ok" or not mark:
         last = (ran.stderr.strip().splitlines() or [""])[-1][:200]
@@ -132,7 +132,7 @@ def _answer(path: Path, ran: Ran) -> Answer:
         plain = json.dumps(json.loads(said), ensure_ascii=False).encode(
             errors="replace"
         )  # halves of surrogate pairs go
-        answer = msgspec.json.decode(plain, type=Answer)
+        answer = msgspec.json.decode(plain, type=RecipeAnswer)
         for train in answer["trains"]:
             for name, value in (train["environment"] | train["set"]).items():
                 if "\0" in name + value or "=" in name or not name:
@@ -146,7 +146,7 @@ def _answer(path: Path, ran: Ran) -> Answer:
     return answer
 
 
-def _script(path: Path, answer: Answer, environ: Mapping[str, str]) -> Script:
+def _script(path: Path, answer: RecipeAnswer, environ: Mapping[str, str]) -> ScriptCommands:
     """The words of the one train that a recipe would launch."""
     trains, said = answer["trains"], _ABSENT.sub(r"\1", answer["said"])
     if len(trains) != 1:

@@ -28,7 +28,7 @@ from miles_async.settings.runs import RunRef, finished_run
 if TYPE_CHECKING:
     from miles_async.console.shadow.compare import Comparer
     from miles_async.console.shadow.plan import ShadowPlan
-    from miles_async.console.shadow.units import Source
+    from miles_async.console.shadow.units import UnitSource
 
 JUDGE_S = 300.0  # for one group; the run itself gives its filter no deadline
 PATIENCE = 10.0  # times the run's own deadlines: on a busy machine what stands behind the run gets a small part of a core
@@ -103,19 +103,19 @@ async def _go(
     return status
 
 
-def _recorded(plan: "ShadowPlan", run_dir: Path, before: RunSettings, model: Path) -> "Source":
-    from miles_async.console.shadow.recorded import Recorded, special_words
+def _recorded(plan: "ShadowPlan", run_dir: Path, before: RunSettings, model: Path) -> "UnitSource":
+    from miles_async.console.shadow.recorded import RecordedFiles, special_words
 
-    kind: type[Recorded] = Recorded
+    kind: type[RecordedFiles] = RecordedFiles
     if plan.what == "loss":
-        from miles_async.console.shadow.losses import Batches as kind
+        from miles_async.console.shadow.losses import RecordedBatches as kind
     unseen = special_words(model) if before.rollout.rollout_skip_special_tokens else ()
     return kind(run_dir, before.ckpt.save_debug_rollout_data, share=plan.share, tokens=plan.what != "reward", unseen=unseen)
 
 
 def _comparer(plan: "ShadowPlan", settings: tuple[RunSettings, RunSettings], model: Path) -> "Comparer":
     from actors.reward.verifier import tell_args
-    from miles_async.console.shadow.compare import Filter, Rewards
+    from miles_async.console.shadow.compare import Rewards, ShadowFilter
     from miles_async.launcher.plan import backend_config, reward_spec
     from miles_async.launcher.prepare import place_of
     from miles_async.settings.custom_config import custom_config
@@ -128,7 +128,7 @@ def _comparer(plan: "ShadowPlan", settings: tuple[RunSettings, RunSettings], mod
         spec = msgspec.structs.replace(spec, boot_deadline_s=PATIENCE * spec.boot_deadline_s)
         return Rewards(spec, PATIENCE * after.flat.reward_timeout_s)
     if plan.what == "filter":
-        return Filter(after.flat.dynamic_sampling_filter_path, JUDGE_S, values, str(model))
+        return ShadowFilter(after.flat.dynamic_sampling_filter_path, JUDGE_S, values, str(model))
     from miles_async.console.shadow.losses import Losses
 
     run, shadow = (backend_config(one, place_of(before)) for one in settings)

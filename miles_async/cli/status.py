@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from actors.runtime.snapshot import ActorFacts, Snapshot
     from bus import Bus
     from bus.inspect import StreamFacts
-    from miles_async.governor.standing import Standing
+    from miles_async.governor.standing import GovernorStanding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,7 @@ def stream_json(facts: "StreamFacts") -> dict[str, Any]:
     return found | {"data": facts.is_data, "bytes": facts.n_bytes, "newest_age_s": round(facts.newest_age_s, 3)}
 
 
-def as_text(snapshot: "Snapshot", governor: "Standing | None" = None, unheard: tuple[str, ...] = ()) -> str:
+def as_text(snapshot: "Snapshot", governor: "GovernorStanding | None" = None, unheard: tuple[str, ...] = ()) -> str:
     """Three blocks: where training stands, actors, streams. `unheard`: why heartbeats may not have arrived."""
     from miles_async.console.lines import busy_text, ledger_line, waits_text
     from miles_async.console.text import duration, human_bytes, plural, table

@@ -28,7 +28,7 @@ DOING = {
 }
 
 
-class Place(msgspec.Struct, frozen=True):
+class EntryPlace(msgspec.Struct, frozen=True):
     """One entry, and its holder if it was delivered."""
 
     head: Head
@@ -45,26 +45,26 @@ class Place(msgspec.Struct, frozen=True):
         return f"held by {p.owner} on {where}, {waited}, lease renewed {p.idle_s:.0f} s ago{again}"
 
 
-class Places(msgspec.Struct, frozen=True):
+class EntryPlaces(msgspec.Struct, frozen=True):
     """Entries of the data streams with their holders, and the open groups and parts of groups by key."""
 
     heads: dict[str, list[Head]]
     pending: dict[tuple[str, str], Pending]
     groups: dict[str, OpenGroup]
 
-    def place(self, head: Head) -> Place:
+    def place(self, head: Head) -> EntryPlace:
         """An entry with its holder."""
-        return Place(head, self.pending.get((head.stream, head.id)))
+        return EntryPlace(head, self.pending.get((head.stream, head.id)))
 
-    def by_sample(self) -> dict[str, Place]:
+    def by_sample(self) -> dict[str, EntryPlace]:
         """Training samples not yet in a kept group. Of several entries the one furthest along counts."""
-        found: dict[str, Place] = {}
+        found: dict[str, EntryPlace] = {}
         for stream in HOME[:-1]:
             for head in self.heads.get(stream.name, ()):
                 found[head.sample] = self.place(head)
         return found
 
-    def kept(self) -> dict[str, Place]:
+    def kept(self) -> dict[str, EntryPlace]:
         """Groups and parts that lie with the trainer, by key."""
         return {head.sample: self.place(head) for head in self.heads.get(GROUPS.name, ()) if head.sample}
 
@@ -117,10 +117,10 @@ class Incomplete(msgspec.Struct, frozen=True):
     here: int
     wanted: int
     since: float
-    missing: Mapping[str, Place | None]
+    missing: Mapping[str, EntryPlace | None]
 
 
-async def read_places(bus: Bus, *, evals: bool = False) -> Places:
+async def read_places(bus: Bus, *, evals: bool = False) -> EntryPlaces:
     """Heads and holders of all data streams."""
     streams = (*HOME, *EVAL_HOME) if evals else HOME
     opened, found = await asyncio.gather(
@@ -131,7 +131,7 @@ async def read_places(bus: Bus, *, evals: bool = False) -> Places:
     for stream, (rows, held) in zip(streams, found, strict=True):
         heads[stream.name] = rows
         pending |= {(p.stream, p.id): p for p in held}
-    return Places(heads, pending, opened)
+    return EntryPlaces(heads, pending, opened)
 
 
 async def _stream_with_holders(bus: Bus, stream: Stream) -> tuple[list[Head], list[Pending]]:

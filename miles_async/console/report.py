@@ -26,7 +26,7 @@ from bus.errors import InvariantBroken
 from bus.ledger import Accounts, accounts_of
 from bus.messages.reasons import meaning
 from miles_async.console.figures import TRAINER, shares, throughput
-from miles_async.console.report_data import Run, data_of, read_run
+from miles_async.console.report_data import ReportedRun, data_of, read_run
 from miles_async.console.shadow.results import notes as shadow_notes
 from miles_async.console.text import duration, human_bytes, human_count, knob_text, percent, plural
 from miles_async.console.whatif.advice import advise, share
@@ -64,7 +64,7 @@ def write_report(run_dir: Path, others: Sequence[Path] = (), path: Path | None =
     return path
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[ReportedRun]) -> str:
     """The whole page, about the first of these runs. What it may load or run is said in its head: nothing but its own parts."""
     first = runs[0]
     history, accounts = first.history, _accounts(first.history)
@@ -168,7 +168,7 @@ def _card(title: str, text: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{said}\n{body}\n</section>"
 
 
-def _differences(runs: Sequence[Run]) -> str:
+def _differences(runs: Sequence[ReportedRun]) -> str:
     """Settings in which the runs are not alike."""
     if len(runs) < 2:
         return ""
@@ -238,7 +238,7 @@ def _drops(history: History, accounts: Accounts | None) -> str:
     return _card("Dropped", f"{sum(of.values()):,} {unit}{issued}, by reason.", table)
 
 
-def _system(run: Run) -> str:
+def _system(run: ReportedRun) -> str:
     """What each host and Redis used: mean and most."""
     rows = []
     for source, found in run.system.items():

@@ -40,7 +40,7 @@ COUNTED = (DROPPED, f"{BORN}/")
 Table = dict[str, Any]
 
 
-class Run(msgspec.Struct):
+class ReportedRun(msgspec.Struct):
     """What a run left in its folder. `system`: rows of each host and of Redis, each with its `wall`."""
 
     name: str
@@ -50,9 +50,9 @@ class Run(msgspec.Struct):
     system: dict[str, list[dict[str, float]]]
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path) -> ReportedRun:
     """Reads the record line by line: that of a week does not lie in memory twice."""
-    run = Run(run_dir.name, run_dir, History(), without_credentials(read_settings(run_dir)), {})
+    run = ReportedRun(run_dir.name, run_dir, History(), without_credentials(read_settings(run_dir)), {})
     for record in stream_records(run_dir):
         run.history.fold(record)
         if record["kind"] == "system":
@@ -60,7 +60,7 @@ def read_run(run_dir: Path) -> Run:
     return run
 
 
-def _system(run: Run, record: Record) -> None:
+def _system(run: ReportedRun, record: Record) -> None:
     try:
         row = {"wall": float(record["wall"])} | {str(k): float(v) for k, v in record["values"].items()}
         run.system.setdefault(str(record["source"]), []).append(row)
@@ -68,7 +68,7 @@ def _system(run: Run, record: Record) -> None:
         run.history.left_out += 1
 
 
-def data_of(run: Run, runs: int = 1) -> dict[str, Any]:
+def data_of(run: ReportedRun, runs: int = 1) -> dict[str, Any]:
     """All that the script shows of a run, where `runs` share the page."""
     history, steps = run.history, run.history.steps
     return {
@@ -95,7 +95,7 @@ def _pauses(history: History) -> Table:
     return thinned(rows, len(rows), ("wall",), MOST_OF_OTHERS)
 
 
-def _samples_a_step(run: Run) -> int:
+def _samples_a_step(run: ReportedRun) -> int:
     found = run.settings.get("rollout", {}).get("n_samples_per_prompt", 1)
     return found if isinstance(found, int) else 1
 

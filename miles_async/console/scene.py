@@ -26,8 +26,8 @@ from bus.messages.policy import StepDone
 from bus.server.checks import ServerFacts
 from bus.streams.hop import id_key
 from bus.topology import DEAD, EVENTS, POLICY, VERDICTS
-from miles_async.console.places import Places, read_places
-from miles_async.governor.standing import Standing, read_standing
+from miles_async.console.places import EntryPlaces, read_places
+from miles_async.governor.standing import GovernorStanding, read_standing
 
 NEWS_S, MOST_DEAD = 600.0, 50
 KINDS = (
@@ -52,7 +52,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     `rows`: data set rows of those that name one. `record`: what metrics.jsonl says, bounded; None where it is not here."""
 
     snapshot: Snapshot
-    places: Places
+    places: EntryPlaces
     server: ServerFacts
     ledger: LedgerCheck
     verdicts: list[Head]
@@ -67,7 +67,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     steps: Sequence[Step] = ()
     stopped: frozenset[str] = frozenset()
     rows: Sequence[str] = ()
-    governor: Standing | None = None
+    governor: GovernorStanding | None = None
     record: History | None = None
 
     @property

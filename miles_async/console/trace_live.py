@@ -24,7 +24,7 @@ from bus.messages.groups import GroupVerdict, OpenGroup
 from bus.messages.samples import Mark
 from bus.streams.hop import id_key
 from bus.topology import DEAD, EVENTS, GROUPS, POLICY, PROMPTS, TRAINED, VERDICTS
-from miles_async.console.places import DOING, Place, Places, read_places
+from miles_async.console.places import DOING, EntryPlace, EntryPlaces, read_places
 from miles_async.console.show import plain
 from miles_async.console.trace import (
     Moment,
@@ -98,8 +98,8 @@ def _marks(task: dict[str, Any]) -> list[Mark]:
     return msgspec.convert([list(m.values()) for m in response.get("marks") or ()], list[Mark])
 
 
-def _find(places: Places, sample_id: str, group: str) -> Place | None:
-    found: Place | None = None
+def _find(places: EntryPlaces, sample_id: str, group: str) -> EntryPlace | None:
+    found: EntryPlace | None = None
     for name, heads in places.heads.items():
         for head in heads:
             if head.sample == sample_id or (name == GROUPS.name and places.holds(head, sample_id, group)):
@@ -107,7 +107,7 @@ def _find(places: Places, sample_id: str, group: str) -> Place | None:
     return found
 
 
-async def _task(bus: Bus, place: Place, sample_id: str) -> dict[str, Any]:
+async def _task(bus: Bus, place: EntryPlace, sample_id: str) -> dict[str, Any]:
     """Prompt, sampling and response of the sample in its entry, decoded and never executed."""
     stream = BY_NAME[place.head.stream]
     entries = await bus.scan(stream, start=place.head.id, count=1)
@@ -140,7 +140,7 @@ def _on_file(run_dir: Path) -> dict[str, str]:
     return {name: at for name, at in found.items() if name in WHOLE_ON_FILE}
 
 
-def _issued(place: Place | None, task: dict[str, Any], seen: list[Moment]) -> str:
+def _issued(place: EntryPlace | None, task: dict[str, Any], seen: list[Moment]) -> str:
     """An id that all entries about the sample come after: that of its first one on the bus; "0" = not known, as of a dead letter
     that was tried again."""
     if any(moment.what == "dead" for moment in seen):
@@ -185,7 +185,7 @@ async def _told(bus: Bus, entries: list[Entry], sample_id: str, group: str) -> t
     return as_written, notes
 
 
-def _state(place: Place | None, opened: OpenGroup | None, moments: list[Moment], now: float) -> str:
+def _state(place: EntryPlace | None, opened: OpenGroup | None, moments: list[Moment], now: float) -> str:
     trained = next((m for m in reversed(moments) if m.what == "trained"), None)
     if place is not None:
         if trained is not None and place.head.stream == "groups":

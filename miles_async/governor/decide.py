@@ -18,7 +18,7 @@ import msgspec
 from actors.runtime.staleness import rule_of
 from miles_async.console.whatif.advice import GAIN, Choice, predict, share
 from miles_async.console.whatif.observed import Observed, observe
-from miles_async.governor.look import AUTHOR, Look, Reading, read
+from miles_async.governor.look import AUTHOR, GovernorLook, StepMeans, read
 from miles_async.governor.standing import Knob, Note, NoteKind
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.governor import GOVERNED
@@ -42,16 +42,16 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class GovernorDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from a look. `now`: what was measured."""
 
     due: int
-    now: Reading
+    now: StepMeans
     move: Move | None = None
     notes: tuple[Note, ...] = ()
 
 
-def decide(seen: Look, check: Check = check_patch) -> Decision:
+def decide(seen: GovernorLook, check: Check = check_patch) -> GovernorDecision:
     """The move that is due after step `seen.due`, if any."""
     return _Case(seen, check).decision()
 
@@ -59,7 +59,7 @@ def decide(seen: Look, check: Check = check_patch) -> Decision:
 class _Case:
     """One look, with what is worked out of it."""
 
-    def __init__(self, seen: Look, check: Check) -> None:
+    def __init__(self, seen: GovernorLook, check: Check) -> None:
         self._look, self._check = seen, check
         self._now = read(seen.steps)
         self._most_lost, self._least_ess = (
@@ -70,7 +70,7 @@ class _Case:
         self._notes: list[Note] = []
         self._observed = observe(seen.seen)
 
-    def decision(self) -> Decision:
+    def decision(self) -> GovernorDecision:
         """The first of the rules that has something to do."""
         for knob in self._look.knobs:
             if knob.hand:
@@ -81,7 +81,7 @@ class _Case:
         if self._observed is None:
             self._note("unusable", "the simulation", "the steps measured say too little of lengths and times to simulate them")
         move = self._back() or self._fresher() or self._masks_less() or self._busier() or self._freed()
-        return Decision(due=self._look.due, now=self._now, move=move, notes=tuple(self._notes))
+        return GovernorDecision(due=self._look.due, now=self._now, move=move, notes=tuple(self._notes))
 
     # -- rules --------------------------------------------------------------------------------------------------
 
@@ -228,10 +228,10 @@ class _Case:
 
     # -- words --------------------------------------------------------------------------------------------------
 
-    def _is_old(self, reading: Reading) -> bool:
+    def _is_old(self, reading: StepMeans) -> bool:
         return reading.ess is not None and reading.ess < self._least_ess
 
-    def _loses(self, reading: Reading) -> bool:
+    def _loses(self, reading: StepMeans) -> bool:
         return reading.lost is not None and reading.lost > self._most_lost
 
     def _edge(self, knob: Knob, end: str, why: str) -> None:

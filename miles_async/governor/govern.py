@@ -20,9 +20,9 @@ from bus.knobs import propose
 from bus.messages.control import Event
 from bus.messages.events import EventKind
 from bus.topology import EVENTS
-from miles_async.governor.decide import Decision, decide
-from miles_async.governor.look import AUTHOR, Look, look
-from miles_async.governor.standing import STATE_FIELD, Note, NoteKind, Standing, read_standing
+from miles_async.governor.decide import GovernorDecision, decide
+from miles_async.governor.look import AUTHOR, GovernorLook, look
+from miles_async.governor.standing import STATE_FIELD, GovernorStanding, Note, NoteKind, read_standing
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch
 
@@ -50,7 +50,7 @@ async def govern(bus: Bus, feed: Feed, stop: asyncio.Event) -> None:
         await first_of(feed.heard(), stop.wait())
 
 
-async def act(bus: Bus, seen: Look, decision: Decision, told: set[tuple[NoteKind, str]]) -> None:
+async def act(bus: Bus, seen: GovernorLook, decision: GovernorDecision, told: set[tuple[NoteKind, str]]) -> None:
     """Patch, events, standing. A note is told when it comes up, and again only after it had gone."""
     move, notes, last = decision.move, list(decision.notes), ""
     if move is not None:
@@ -80,7 +80,7 @@ async def act(bus: Bus, seen: Look, decision: Decision, told: set[tuple[NoteKind
     ]
     await bus.append([Out(EVENTS, event) for event in events], repeatable=True)
     ours = [c.reason for c in seen.changes if c.author == AUTHOR] + ([move.reason] if move is not None and last else [])
-    standing = Standing(
+    standing = GovernorStanding(
         due=decision.due,
         knobs=tuple(
             msgspec.structs.replace(k, value=move.value) if move is not None and last and k.name == move.knob else k

@@ -38,7 +38,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     first: int
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
+class StepMeans(msgspec.Struct, frozen=True, kw_only=True):
     """Means over some steps; None where fewer than half of them tell. `step_s`: median seconds from step to step; `waits`: share
     of them that the trainer waited; `ess`: effective sample size; `lost`: share masked, and dropped, as too old. `unusable`:
     metrics that some of the steps lack, or have as no number."""
@@ -50,7 +50,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     unusable: tuple[str, ...]
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class GovernorLook(msgspec.Struct, frozen=True, kw_only=True):
     """One decision's material. `due`: the step after which it is made; `steps`: what was measured, `before`: as many steps before
     the newest change; `seen`: the history with those steps only."""
 
@@ -110,7 +110,7 @@ def knobs_of(values: dict[str, Any], changes: Sequence[Change]) -> list[Knob]:
     return found
 
 
-def look(history: History, after: int = 0) -> Look | None:
+def look(history: History, after: int = 0) -> GovernorLook | None:
     """The first decision that is due after the one of step `after`; None where none is, or the governor is off."""
     changes = changes_of(history) if history.steps else []
     values: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def look(history: History, after: int = 0) -> Look | None:
         return None
     steps = between(history, due - size + 1, due)
     active = history.activations[-ACTIVATIONS:]
-    return Look(
+    return GovernorLook(
         values=values,
         changes=tuple(changes),
         knobs=tuple(knobs_of(values, changes)),
@@ -145,7 +145,7 @@ def between(history: History, first: int, last: int) -> list[Step]:
     return history.steps[low : bisect_left(history.steps, last + 1, key=lambda s: s.step)]
 
 
-def read(steps: Sequence[Step]) -> Reading:
+def read(steps: Sequence[Step]) -> StepMeans:
     """What these steps show."""
     timed = [s for s in steps if s.gap_s > 0 and not s.resumed]
     usable = {name: [s.get(name) for s in steps if name in s.metrics] for name in (WAIT, MASKED, ESS)}
@@ -153,7 +153,7 @@ def read(steps: Sequence[Step]) -> Reading:
     whole_s = fmean(s.gap_s for s in timed) if timed else 0.0
     waited, masked = mean[WAIT], mean[MASKED]
     stale = sum(s.dropped.get(reason, 0) for s in steps for reason in STALE_REASONS)
-    return Reading(
+    return StepMeans(
         step_s=median(s.gap_s for s in timed) if timed else 0.0,
         waits=min(1.0, waited / whole_s) if waited is not None and whole_s else None,
         ess=mean[ESS],

@@ -38,7 +38,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class GovernorStanding(msgspec.Struct, frozen=True, kw_only=True):
     """What the governor stands at after its newest decision. `due`: the step that it was made after; `last`: its newest change in
     words; `changes`, `taken_back`: so far; `notes`: what holds it up now."""
 
@@ -59,9 +59,9 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
         return f"governor: {knobs}; {done}" + (f", the last {self.last}" if self.last else "") + held
 
 
-async def read_standing(bus: Bus) -> Standing | None:
+async def read_standing(bus: Bus) -> GovernorStanding | None:
     """None where no governor has decided anything."""
     try:
-        return msgspec.json.decode(await bus.state(STATE_FIELD) or b"", type=Standing)
+        return msgspec.json.decode(await bus.state(STATE_FIELD) or b"", type=GovernorStanding)
     except UNREADABLE:
         return None

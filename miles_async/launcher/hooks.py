@@ -48,7 +48,7 @@ CALLED = (
 )
 
 
-class Answer(msgspec.Struct, frozen=True):
+class TrialAnswer(msgspec.Struct, frozen=True):
     """What such a process prints: nothing, or one refusal."""
 
     field: str = ""
@@ -120,7 +120,7 @@ def _try(module: str, names: str, body: bytes) -> None:
         why = f"{names}: not back from a synthetic batch within {DEADLINE_S:.0f} s"
         raise SettingsError(why, remedy="Look for a loop or a wait in it.") from None
     try:
-        answers = msgspec.json.decode(output, type=Answer | list[Answer])
+        answers = msgspec.json.decode(output, type=TrialAnswer | list[TrialAnswer])
     except UNREADABLE:
         last = (errors.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         why = f"{names}: the process that tried it ended with status {status}: {last[:300]}"

@@ -27,7 +27,7 @@ from actors.trainer.batch.memory import (
 )
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
-from actors.trainer.megatron_backend.layout import Layout, Shape, layout_of, refusals
+from actors.trainer.megatron_backend.layout import ModelShape, RankLayout, layout_of, refusals
 from miles_async.launcher.plan import told
 from miles_async.settings.colocate import memory_fraction
 from miles_async.settings.errors import SettingsError, refusal, show
@@ -108,8 +108,8 @@ class Trainer:
     def __init__(self, s: RunSettings, sizes: Sizes, config: Mapping[str, Any], gpu: int | None = None) -> None:
         self.s, self.sizes, self.config, self.gpu = s, sizes, config, gpu
         self.narrow = s.model.model_dtype != "float32"
-        self.layout = Layout(world=s.flat.train_ranks)
-        self.shape: Shape | None = None
+        self.layout = RankLayout(world=s.flat.train_ranks)
+        self.shape: ModelShape | None = None
         self.megatron: dict[str, Any] = {}
         if s.flat.train_backend == "megatron":
             own = told(MegatronConfig, s.flat)
@@ -120,7 +120,7 @@ class Trainer:
 
     # -- weights, gradients, optimizer ------------------------------------------------------------------------------
 
-    def bytes(self, layout: Layout | None = None) -> int:
+    def bytes(self, layout: RankLayout | None = None) -> int:
         """Of one GPU in a training step without activations."""
         return self._sharded() if self.s.flat.train_backend != "megatron" else self._cut(layout or self.layout)
 
@@ -149,7 +149,7 @@ class Trainer:
         given = self.megatron
         return float(given.get("optimizer_offload_fraction", 1.0)) if given.get("optimizer_cpu_offload") else 0.0
 
-    def _cut(self, layout: Layout) -> int:
+    def _cut(self, layout: RankLayout) -> int:
         """Of Megatron: whole weights and gradients of a rank's part; masters and moments too, or cut over its copies (distributed
         optimizer), or on the host. Other models lie on the host."""
         given, own = self.megatron, 2 if self.narrow else 4
@@ -158,7 +158,7 @@ class Trainer:
         state: float = sum(moments) + (WIDTH[given.get("main_params_dtype", "fp32")] if self.narrow else 0)
         return self._of_rank(layout, own + gradient, state * (1 - self.offloaded))
 
-    def _of_rank(self, layout: Layout, whole: float, state: float) -> int:
+    def _of_rank(self, layout: RankLayout, whole: float, state: float) -> int:
         """Bytes of the fullest rank, with so many for each of its elements, and for each that its optimizer holds."""
         cut = self.megatron.get("use_distributed_optimizer", self.narrow)
         stage = self._stage_share(layout)
@@ -169,7 +169,7 @@ class Trainer:
         each = [whole + state / (max(1, n) if cut else 1) for n in copies]
         return int(dense * each[0] + experts * each[1])
 
-    def _stage_share(self, layout: Layout) -> float:
+    def _stage_share(self, layout: RankLayout) -> float:
         """The part of the layers that the fullest stage has."""
         layers = self.shape.layers if self.shape else layout.pp
         own = [n for n in (layout.first, layout.last) if n]

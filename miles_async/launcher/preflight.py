@@ -13,7 +13,7 @@ from typing import Any
 from actors.reward.rules import MATH_RULES
 from actors.runtime.confine import NO_LANDLOCK, lacking
 from actors.runtime.parts import BadRow, parts_of
-from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of, value_at
+from actors.runtime.rows import BadData, PlacedRow, count, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
@@ -37,7 +37,7 @@ class DataInfo:
     """What the check found: rows selected by the slices, and the first rows themselves for further checks, each with its place."""
 
     rows: int
-    head: tuple[Placed, ...]
+    head: tuple[PlacedRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def check_prompt_data(
 ) -> DataInfo:
     """Check what one setting names. `keys`: settings field -> column that must be there (None: not asked for). `chat`: whether
     prompts may be chat messages; `supervised`: they hold the responses too; `objects`: labels may be objects."""
-    rows, head, path = 0, list[Placed](), text
+    rows, head, path = 0, list[PlacedRow](), text
     try:
         for source in sources_of(text):
             path = source.path

@@ -11,7 +11,7 @@ from actors.generation.endpoint.rehearsal import rehearse_dialogue, rehearse_too
 from actors.runtime.chat import BadChat, BadTokenizer, Chat
 from actors.runtime.parts import parts_of
 from actors.runtime.prompts import Tokenizer
-from actors.runtime.rows import Placed
+from actors.runtime.rows import PlacedRow
 from actors.runtime.run import Refused
 from actors.runtime.tools import SHIPPED
 from miles_async.launcher.plan import training_data
@@ -30,7 +30,7 @@ def chat_of(settings: RunSettings, directory: Path) -> Chat:
     return Chat(str(directory.resolve()), template_path=r.chat_template_path or "", kwargs=kwargs)
 
 
-def check_template(settings: RunSettings, rows: Sequence[Placed]) -> tuple[str, ...]:
+def check_template(settings: RunSettings, rows: Sequence[PlacedRow]) -> tuple[str, ...]:
     """Refuse what the template cannot do, under the setting that asks for it; `rows` are the first of the training data. Returns
     what is worth knowing. A builtin model is not made yet, and its template is ours."""
     r, flat = settings.rollout, settings.flat
@@ -60,7 +60,7 @@ def check_template(settings: RunSettings, rows: Sequence[Placed]) -> tuple[str, 
     return tuple(notes)
 
 
-def _check_dialogues(settings: RunSettings, directory: Path, rows: Sequence[Placed]) -> None:
+def _check_dialogues(settings: RunSettings, directory: Path, rows: Sequence[PlacedRow]) -> None:
     """SettingsError names the first row that could not be learned."""
     r, spec = settings.rollout, training_data(settings, str(directory.resolve()))
     tokenizer = Tokenizer.of(spec)

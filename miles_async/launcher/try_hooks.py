@@ -64,7 +64,7 @@ OUTSIDE = ("aiohttp", "httpx", "requests", "urllib3")
 """Libraries whose errors say that a service does not answer, which it may by the time the run asks."""
 
 
-class Ask(msgspec.Struct):
+class HookTrial(msgspec.Struct):
     """`paths`: setting -> dotted path. `sample`: what a reward function is given. `deadline_s`: for one call of a reward,
     `rollout_s`: for a rollout."""
 
@@ -78,7 +78,7 @@ class Ask(msgspec.Struct):
     values: dict[str, Any] = {}
 
 
-def problem_of(field: str, path: str, ask: Ask) -> str:
+def problem_of(field: str, path: str, ask: HookTrial) -> str:
     """What is wrong with a hook; empty when nothing is."""
     try:
         hook = load_hook(path)
@@ -125,14 +125,14 @@ def problem_of(field: str, path: str, ask: Ask) -> str:
         return text_of(error)
 
 
-def _rollout_problem(path: str, ask: Ask) -> str:
+def _rollout_problem(path: str, ask: HookTrial) -> str:
     """A program is run on an engine that says two tokens a turn."""
     program = program_of(path, lambda: ask.values, lambda ids: " ".join(map(str, ids)))
     world = ask.paths.get("environment_path", "")
     return asyncio.run(rollout_problem(program, _task(ask), deadline_s=ask.rollout_s, world=world))
 
 
-def _task(ask: Ask) -> SampleTask:
+def _task(ask: HookTrial) -> SampleTask:
     """The first prompt, in made-up token ids."""
     s = ask.sample
     return SampleTask(
@@ -141,7 +141,7 @@ def _task(ask: Ask) -> SampleTask:
     )  # fmt: skip
 
 
-def _given(field: str, ask: Ask) -> tuple[Any, ...]:
+def _given(field: str, ask: HookTrial) -> tuple[Any, ...]:
     if field == "custom_rm_path":
         return ([ask.sample.as_dict()] * GROUP if ask.group_rm else ask.sample.as_dict(),)
     if field == "environment_path":
@@ -192,7 +192,7 @@ def _answer(hook: Callable[..., Any], given: tuple[Any, ...], deadline_s: float)
     return asyncio.run(waited(value)) if inspect.isawaitable(value) else value
 
 
-def _judged(field: str, answer: Any, ask: Ask, given: tuple[Any, ...]) -> str:
+def _judged(field: str, answer: Any, ask: HookTrial, given: tuple[Any, ...]) -> str:
     if field in BATCH:
         samples = [one for group in _groups() for one in group]
         shown = given[1] if len(given) > 1 else None
@@ -229,7 +229,7 @@ def _judged(field: str, answer: Any, ask: Ask, given: tuple[Any, ...]) -> str:
 
 def main() -> int:
     """Read, try, answer."""
-    ask = msgspec.json.decode(sys.stdin.buffer.read(), type=Ask)
+    ask = msgspec.json.decode(sys.stdin.buffer.read(), type=HookTrial)
     with own_stdout() as answers:
         found = [
             {"field": field, "path": path, "problem": printable(" ".join(problem.split()))[:300], "remedy": SIGNATURES[field]}

@@ -21,7 +21,7 @@ _BEFORE_SUM = ("for", "if", "elif", "while", "until", "then", "do", "else", "!",
 _ANSI = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 
-class Part(NamedTuple):
+class WordPart(NamedTuple):
     """A piece of a word. lit: `text` itself. var, all: the variable `text`, or every element of it; `default` and `operator` as in
     `${X:-default}`, `at` as in `${X[2]}`. size: the length of the variable, or the number of its elements. sub: the command
     `text`. sum: the arithmetic `text`. no: what is not read. `raw`: as written."""
@@ -31,7 +31,7 @@ class Part(NamedTuple):
     quoted: bool
     raw: str = ""
     operator: str = ""
-    default: tuple[Part, ...] = ()
+    default: tuple[WordPart, ...] = ()
     at: str = ""
 
 
@@ -41,7 +41,7 @@ class Token(NamedTuple):
 
     line: int
     text: str
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[WordPart, ...] | None = None
     assigned: re.Match[str] | None = None
     elements: tuple[Token, ...] | None = None
 
@@ -66,7 +66,7 @@ class Lexer:
             elif c == "#":
                 self._i = self._find("\n")
             elif self._s.startswith("((", self._i) and self._begins(found) and (text := self._sum()) is not None:
-                found.append(Token(self._line(), "((", (Part("sum", text, True),)))
+                found.append(Token(self._line(), "((", (WordPart("sum", text, True),)))
             elif (operator := OPERATOR.match(self._s, self._i)) is None:
                 found.append(self._word())
             else:
@@ -103,7 +103,7 @@ class Lexer:
         self._i = start
         return None
 
-    def _body(self, delimiter: Token, tabs: bool) -> tuple[Part, ...]:
+    def _body(self, delimiter: Token, tabs: bool) -> tuple[WordPart, ...]:
         """The here-document that begins here, up to its end, which is passed."""
         end = re.sub(r"[\\'\"]", "", delimiter.text)
         lines: list[str] = []
@@ -116,7 +116,7 @@ class Lexer:
             lines.append(line + "\n")
         text = "".join(lines)
         if end != delimiter.text:
-            return (Part("lit", text, True),)
+            return (WordPart("lit", text, True),)
         inner = Lexer(text, self._name)
         inner._document = True
         return tuple(inner._parts("", quoted=True))
@@ -151,46 +151,46 @@ class Lexer:
         parts = self._parts(" \t\n;&|()<>", quoted=False)
         return Token(line, self._s[start : self._i], tuple(parts), assigned)
 
-    def _parts(self, stops: str, *, quoted: bool) -> list[Part]:
+    def _parts(self, stops: str, *, quoted: bool) -> list[WordPart]:
         """Pieces up to a character of `stops`, which stays."""
-        s, found = self._s, list[Part]()
+        s, found = self._s, list[WordPart]()
         while self._i < len(s) and s[self._i] not in stops:
             c, then = s[self._i], s[self._i + 1 : self._i + 2]
             self._i += 1
             if c == "\\" and not (quoted and then not in ("$`\\\n" if self._document else '$`"\\\n')):
                 self._i += 1
                 if then != "\n":
-                    found.append(Part("lit", then, True))
+                    found.append(WordPart("lit", then, True))
             elif c == "'" and not quoted:
                 end = self._find("'")
-                found.append(Part("lit", s[self._i : end], True))
+                found.append(WordPart("lit", s[self._i : end], True))
                 self._pass(end, "'")
             elif c == '"' and not self._document:
-                found += self._parts('"', quoted=True) or [Part("lit", "", True)]
+                found += self._parts('"', quoted=True) or [WordPart("lit", "", True)]
                 self._pass(self._i, '"')
             elif c == "`":
                 end = self._find("`")
-                found.append(Part("sub", s[self._i : end], quoted, s[self._i - 1 : end + 1]))
+                found.append(WordPart("sub", s[self._i : end], quoted, s[self._i - 1 : end + 1]))
                 self._pass(end, "`")
             elif c == "$":
                 found.append(self._dollar(quoted))
             else:
-                found.append(Part("lit", c, quoted))
+                found.append(WordPart("lit", c, quoted))
         return found
 
-    def _dollar(self, quoted: bool) -> Part:
+    def _dollar(self, quoted: bool) -> WordPart:
         s, start = self._s, self._i - 1
         then = s[self._i : self._i + 1]
         if name := NAME.match(s, self._i):
             self._i = name.end()
-            return Part("var", name[0], quoted, s[start : self._i])
+            return WordPart("var", name[0], quoted, s[start : self._i])
         if then == "(":
             self._i += 1
             self._skip(")", sums=s.startswith("(", self._i))
             raw = s[start : self._i]
             if raw.startswith("$((") and raw.endswith("))"):
-                return Part("sum", raw[3:-2], quoted, raw)
-            return Part("sub", raw[2:-1], quoted, raw)
+                return WordPart("sum", raw[3:-2], quoted, raw)
+            return WordPart("sub", raw[2:-1], quoted, raw)
         if then == "{":
             self._i += 1
             return self._braces(start, quoted)
@@ -200,19 +200,19 @@ class Lexer:
                 raise self._unclosed("'")
             self._i = body.end()
             if all(escaped in _ANSI for escaped in re.findall(r"\\(.)", body[1], re.DOTALL)):
-                return Part("lit", re.sub(r"\\(.)", lambda m: _ANSI[m[1]], body[1]), True)
-            return Part("no", body[0], True, s[start : self._i])
+                return WordPart("lit", re.sub(r"\\(.)", lambda m: _ANSI[m[1]], body[1]), True)
+            return WordPart("no", body[0], True, s[start : self._i])
         if then and then in "0123456789@*#?$!-":
             self._i += 1
             kind: Literal["var", "all", "no"] = "all" if then in "@*" else "no" if then in "?$!-" else "var"
-            return Part(kind, then, quoted, s[start : self._i])
-        return Part("lit", "" if then == '"' and not quoted else "$", quoted)
+            return WordPart(kind, then, quoted, s[start : self._i])
+        return WordPart("lit", "" if then == '"' and not quoted else "$", quoted)
 
-    def _braces(self, start: int, quoted: bool) -> Part:
+    def _braces(self, start: int, quoted: bool) -> WordPart:
         head = _BRACES.match(self._s, self._i)
         if head is None:
             self._skip("}")
-            return Part("no", self._s[start : self._i], quoted, self._s[start : self._i])
+            return WordPart("no", self._s[start : self._i], quoted, self._s[start : self._i])
         self._i = head.end()
         default = tuple(self._parts("}", quoted=quoted))
         self._pass(self._i, "}")
@@ -221,7 +221,7 @@ class Lexer:
             "size" if size else "all" if index in ("@", "*") or name in "@*" else "var"
         )
         star = "*" if "*" in (index, name) else index or ""
-        return Part(kind, name, quoted, self._s[start : self._i], operator or "", default, star)
+        return WordPart(kind, name, quoted, self._s[start : self._i], operator or "", default, star)
 
     def _skip(self, close: str, *, sums: bool = False) -> None:
         """To behind the bracket or quote that closes what was opened. sums: it is arithmetic."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from miles_async.settings.bash import Token
 from miles_async.settings.bash_pure import format_text
-from miles_async.settings.bash_sums import Unknown
+from miles_async.settings.bash_sums import UnknownNumber
 from miles_async.settings.bash_words import Word, Words, joined, place
 
 Status = bool | None
@@ -62,7 +62,7 @@ class Assignments(Words):
         """`NAME[1]=x`, where the elements before it are known."""
         try:
             at = self.number((index or "[]")[1:-1], where)
-        except Unknown:
+        except UnknownNumber:
             at = -1
         if index and 0 <= at <= len(old) and not any(word.unread for word in old[:at]):
             self.put(name, [*old[:at], *words, *old[at + 1 :]], array=True)

@@ -47,7 +47,7 @@ MODEL_PROGRAM = "model_args_utils.py"  # of Miles: prints what MODEL_ARGS holds 
 
 
 @dataclass(slots=True)
-class Script:
+class ScriptCommands:
     """What a script gives to `program`. `environment`: variables that it sets for it. `notes`: what was not run or not found."""
 
     program: str = ""
@@ -71,7 +71,7 @@ class Commands(Assignments):
 
     def __init__(self, path: Path, arguments: tuple[str, ...], environ: Mapping[str, str]) -> None:
         super().__init__(path, arguments, environ)
-        self.script, self.starts, self.not_run = Script(), list[str](), dict[str, list[str]]()
+        self.script, self.starts, self.not_run = ScriptCommands(), list[str](), dict[str, list[str]]()
         self.files, self.depth = 0, 0
         self.functions: dict[str, tuple[tree.Node, str]] = {}
         self.out: list[Word] | None = None  # what is printed, where somebody reads it

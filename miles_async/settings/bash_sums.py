@@ -19,7 +19,7 @@ _LEVELS: tuple[tuple[str, ...], ...] = (
 DEEPEST = 100
 
 
-class Unknown(Exception):
+class UnknownNumber(Exception):
     """A number that only a shell knows, or something that is not read."""
 
 
@@ -37,7 +37,7 @@ _TWO: dict[str, Callable[[int, int], int]] = {
 
 def _whole(number: int) -> int:
     if not -(2**63) <= number < 2**63:
-        raise Unknown("more than 64 bits")
+        raise UnknownNumber("more than 64 bits")
     return int(number)
 
 
@@ -51,7 +51,7 @@ class _Sum:
         while at < len(text):
             found = _TOKEN.match(text, at)
             if found is None or len(self._words) > 400:
-                raise Unknown(text)
+                raise UnknownNumber(text)
             self._words.append(found[1])
             at = found.end()
 
@@ -61,7 +61,7 @@ class _Sum:
         while self._take(","):
             value = self._given()
         if self._at < len(self._words):
-            raise Unknown(self._words[self._at])
+            raise UnknownNumber(self._words[self._at])
         return value
 
     def _next(self) -> str:
@@ -93,7 +93,7 @@ class _Sum:
             return value
         first = self._given()
         if not self._take(":"):
-            raise Unknown("?")
+            raise UnknownNumber("?")
         second = self._given()
         return first if value else second
 
@@ -111,7 +111,7 @@ class _Sum:
         if sign in ("||", "&&"):
             return int(bool(a or b) if sign == "||" else bool(a and b))
         if sign in "/%" and b == 0:
-            raise Unknown("a division by 0")
+            raise UnknownNumber("a division by 0")
         return _whole(_TWO[sign](a, b))
 
     def _power(self) -> int:
@@ -120,7 +120,7 @@ class _Sum:
             return value
         exponent = self._power()
         if not 0 <= exponent < 64:
-            raise Unknown("**")
+            raise UnknownNumber("**")
         return _whole(value**exponent)
 
     def _one(self) -> int:
@@ -128,7 +128,7 @@ class _Sum:
         self._at += 1
         self._depth += 1
         if self._depth > DEEPEST:
-            raise Unknown(word)
+            raise UnknownNumber(word)
         try:
             if word in ("-", "+", "!", "~"):
                 value = self._one()
@@ -141,7 +141,7 @@ class _Sum:
             if word == "(":
                 value = self._given()
                 if not self._take(")"):
-                    raise Unknown("(")
+                    raise UnknownNumber("(")
                 return value
             if word[:1].isdigit():
                 return self._literal(word)
@@ -159,13 +159,13 @@ class _Sum:
         try:
             return _whole(int(word, 8 if octal else 0))
         except ValueError:
-            raise Unknown(word) from None
+            raise UnknownNumber(word) from None
 
     def _number(self, name: str) -> int:
         if not name.isidentifier():
-            raise Unknown(name)
+            raise UnknownNumber(name)
         if self._depth >= DEEPEST:  # a variable that names itself
-            raise Unknown(name)
+            raise UnknownNumber(name)
         return _Sum(self._get(name), self._get, self._put, self._depth + 1).all()
 
 
@@ -174,4 +174,4 @@ def arithmetic(text: str, get: Callable[[str], str], put: Callable[[str, int], N
     try:
         return _Sum(text, get, put, 0).all()
     except RecursionError:
-        raise Unknown(text) from None
+        raise UnknownNumber(text) from None

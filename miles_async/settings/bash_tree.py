@@ -78,7 +78,7 @@ class Case(NamedTuple):
     line: int
 
 
-class Group(NamedTuple):
+class CommandGroup(NamedTuple):
     """`{ ...; }`, or `( ... )`, a shell of its own."""
 
     body: Body
@@ -104,7 +104,7 @@ class Sum(NamedTuple):
     line: int
 
 
-Node = Simple | Pipe | Chain | If | For | Count | While | Case | Group | Function | Test | Sum
+Node = Simple | Pipe | Chain | If | For | Count | While | Case | CommandGroup | Function | Test | Sum
 _REDIRECTED = re.compile(r"\d*(<<<|<<-?|<&?|>>|>&?)|&>>?")
 _ENDS = ("fi", "done", "esac", "then", "else", "elif", "do", "}")
 
@@ -186,7 +186,7 @@ class _Parser:
             self._i += 1
             body = self.list(())
             self._take(")")
-            return self._behind(Group(body, own_shell=True))
+            return self._behind(CommandGroup(body, own_shell=True))
         if token.parts is None:
             if _REDIRECTED.fullmatch(head):
                 return self._simple()
@@ -210,7 +210,7 @@ class _Parser:
             self._i += 1
             body = self.list(("}",))
             self._take("}")
-            return self._behind(Group(body, own_shell=False))
+            return self._behind(CommandGroup(body, own_shell=False))
         if head == "function":
             self._i += 1
             name = self._word().text

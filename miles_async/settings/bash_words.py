@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from miles_async.settings.bash import Part, Token
+from miles_async.settings.bash import Token, WordPart
 from miles_async.settings.bash_pure import LONGEST
-from miles_async.settings.bash_sums import Unknown, arithmetic
+from miles_async.settings.bash_sums import UnknownNumber, arithmetic
 from miles_async.settings.errors import SettingsError
 
 ARCHITECTURE = "MODEL_ARGS"  # what a model file of Miles sets; config.json says the same
@@ -128,7 +128,7 @@ class Words:
         self.arguments = [Word(text, path.name) for text in arguments]
         self.sourced = [str(path)]  # the files that are being read
 
-    def substituted(self, part: Part, where: str) -> Word:
+    def substituted(self, part: WordPart, where: str) -> Word:
         raise NotImplementedError
 
     # -- variables ---------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Words:
         def get(name: str) -> str:
             words = self.known(name, where)
             if not words or not (text := words[0].known):
-                raise Unknown(name)
+                raise UnknownNumber(name)
             return text
 
         def put(name: str, number: int) -> None:
@@ -202,7 +202,7 @@ class Words:
         """A word that is not cut, as a value or behind `<<<`."""
         whole = tuple(part._replace(quoted=True) for part in token.parts or ())
         plain = token.parts[0] if token.parts else None
-        if plain and plain == Part("lit", "~", False):
+        if plain and plain == WordPart("lit", "~", False):
             whole = (plain, *whole[1:])
         return joined(self.fields(Token(token.line, "", whole), file) or [Word("", place(file, token.line))], " ")
 
@@ -213,9 +213,9 @@ class Words:
         now: Word | None = None
         parts = list(token.parts or ())
         if token.assigned is not None and token.text.startswith(token.assigned[0]):
-            parts.insert(0, Part("lit", token.assigned[0], False))
-        if parts[:1] == [Part("lit", "~", False)] and "".join(part.text for part in parts[1:2]) in ("", "/"):
-            parts[0] = Part("var", "HOME", True, "~")
+            parts.insert(0, WordPart("lit", token.assigned[0], False))
+        if parts[:1] == [WordPart("lit", "~", False)] and "".join(part.text for part in parts[1:2]) in ("", "/"):
+            parts[0] = WordPart("var", "HOME", True, "~")
         for part in parts:
             for piece in self._pieces(part, where):
                 if piece is not None and now is not None:
@@ -231,7 +231,7 @@ class Words:
             return [Word(token.text, where, f"{token.text} is known to a shell alone")]
         return found
 
-    def _pieces(self, part: Part, where: str) -> list[Word | None]:
+    def _pieces(self, part: WordPart, where: str) -> list[Word | None]:
         """What a piece of a word stands for; None is a gap between words."""
         if part.kind == "lit":
             return [Word(part.text, where)]
@@ -260,7 +260,7 @@ class Words:
             found += [*ends[0], *pieces, *ends[1]]
         return found
 
-    def _indexed(self, part: Part, where: str) -> list[Word] | None:
+    def _indexed(self, part: WordPart, where: str) -> list[Word] | None:
         """The value of the variable of `part`, or the element that it names; None where that is not set."""
         known = self.known(part.text, where)
         if known is None or part.kind != "var" or not part.at:
@@ -270,14 +270,14 @@ class Words:
             return [Word(part.raw, where, why)]
         return known[at : at + 1] or None
 
-    def _words(self, part: Part, where: str) -> list[Word]:
+    def _words(self, part: WordPart, where: str) -> list[Word]:
         """The value of a variable or of a command, unread where only a shell knows."""
         if part.kind == "sub":
             return [self.substituted(part, where)]
         if part.kind == "sum":
             try:
                 return [Word(str(self.number(part.text, where)), where)]
-            except Unknown:
+            except UnknownNumber:
                 return [Word(part.raw, where, self._of_sum(part, where))]
         if part.kind == "no":
             return [Word(part.raw, where, f"{part.raw} is known to a shell alone")]
@@ -301,7 +301,7 @@ class Words:
             return [joined(words, (set_to[0].known or "")[:1] if set_to else " ")] if words else [Word("", where)]
         return words
 
-    def _of_sum(self, part: Part, where: str) -> str:
+    def _of_sum(self, part: WordPart, where: str) -> str:
         """Why the number is not known: the reason of the first variable in it that is not, if one is to blame."""
         for name in re.findall(r"[A-Za-z_]\w*", part.text):
             words = self.known(name, where)
@@ -309,13 +309,13 @@ class Words:
                 return words[0].unread
         return f"{part.raw} is known to a shell alone"
 
-    def _size(self, part: Part, known: list[Word] | None, where: str) -> Word:
+    def _size(self, part: WordPart, known: list[Word] | None, where: str) -> Word:
         words = known or []
         if any(word.unread for word in words) or (known is None and self.now.lost):
             return Word(part.raw, where, f"{part.raw} is known to a shell alone")
         return Word(str(len(words) if part.at or part.text in "@*" else len(words[0].text) if words else 0), where)
 
-    def _cut(self, part: Part, word: Word, where: str) -> Word:
+    def _cut(self, part: WordPart, word: Word, where: str) -> Word:
         """`${X%pattern}`, `${X//a/b}`, `${X,,}` and `${X:1:2}`."""
         text, sign = word.known, part.operator
         inner = [piece for one in part.default for piece in self._pieces(one, where)]

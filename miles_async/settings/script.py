@@ -15,20 +15,20 @@ from functools import partial
 from pathlib import Path
 
 from miles_async.settings import bash_tree as tree
-from miles_async.settings.bash import Part
+from miles_async.settings.bash import WordPart
 from miles_async.settings.bash_assign import Status
-from miles_async.settings.bash_commands import DEEPEST, MOST_FILES, PROGRAMS, Commands, Left, Script
+from miles_async.settings.bash_commands import DEEPEST, MOST_FILES, PROGRAMS, Commands, Left, ScriptCommands
 from miles_async.settings.bash_pure import Decider, Item, both, either
-from miles_async.settings.bash_sums import Unknown
+from miles_async.settings.bash_sums import UnknownNumber
 from miles_async.settings.bash_words import Word, joined, merged, place
 from miles_async.settings.errors import SettingsError
 
-__all__ = ["Script", "Word", "read_script", "read_text"]
+__all__ = ["ScriptCommands", "Word", "read_script", "read_text"]
 
 MOST_STEPS = 50_000  # commands; a script has some hundred
 
 
-def read_script(path: Path, environ: Mapping[str, str] | None = None, arguments: tuple[str, ...] = ()) -> Script:
+def read_script(path: Path, environ: Mapping[str, str] | None = None, arguments: tuple[str, ...] = ()) -> ScriptCommands:
     """What the script at `path`, given `arguments`, gives to train.py. SettingsError when it cannot be read, or starts none or
     several."""
     reader = _Reader(path, arguments, os.environ if environ is None else environ)
@@ -54,7 +54,7 @@ def read_script(path: Path, environ: Mapping[str, str] | None = None, arguments:
     return script
 
 
-def read_text(text: str, where: str, environ: Mapping[str, str]) -> Script:
+def read_text(text: str, where: str, environ: Mapping[str, str]) -> ScriptCommands:
     """What one command line of bash gives to train.py; all its words stand at `where`. SettingsError when it is none."""
     reader = _Reader(Path(where.partition(":")[0]), (), environ)
     reader.body(tree.parse(text, where.partition(":")[0]), where)
@@ -90,7 +90,7 @@ class _Reader(Commands):
         finally:
             self.sourced.pop()
 
-    def substituted(self, part: Part, where: str) -> Word:
+    def substituted(self, part: WordPart, where: str) -> Word:
         """What the command in `$(...)` prints, in a shell of its own."""
         unread = Word(part.raw, where, f"{part.raw} is not run")
         if self.depth >= DEEPEST:
@@ -145,7 +145,7 @@ class _Reader(Commands):
                 return self._count(node, file)
             case tree.While():
                 return self._while(node, file)
-            case tree.Group(body=body, own_shell=own):
+            case tree.CommandGroup(body=body, own_shell=own):
                 return self.apart(partial(self.body, body, file)) if own else self.body(body, file)
             case tree.Function(name=name, body=inner):
                 self.functions[name] = (inner, file)
@@ -155,7 +155,7 @@ class _Reader(Commands):
             case tree.Sum(text=text, line=line):
                 try:
                     return self.number(text, place(file, line)) != 0
-                except Unknown:
+                except UnknownNumber:
                     return None
 
     def apart(self, run: Callable[[], Status]) -> Status:
@@ -319,7 +319,7 @@ class _Reader(Commands):
                     break
                 self.number(node.step, where)
             return True
-        except Unknown:
+        except UnknownNumber:
             return self._unsure("for", node.body, file, node.line)
 
     def _while(self, node: tree.While, file: str) -> Status:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.sampler.admission import engine_room, free_samples, open_limit, whole_groups
-from actors.sampler.progress import Progress
+from actors.sampler.progress import SamplerProgress
 from bus.messages.active import PolicyActive
 from bus.messages.groups import GroupVerdict, OpenGroup
 from bus.messages.policy import GroupsGivenUp, Restored, StepDone
@@ -96,8 +96,8 @@ def served(step: int) -> PolicyActive:
     return PolicyActive(version=PolicyVersion(step + 1, step), serving={"w": step + 1})
 
 
-def issued(*groups: int) -> Progress:
-    progress = Progress()
+def issued(*groups: int) -> SamplerProgress:
+    progress = SamplerProgress()
     progress.fold(served(0))
     for number in groups:
         progress.issued(group(number))

@@ -27,7 +27,7 @@ from tests.actors.house import messages, open_bus, put, running, scored, until
 from tests.actors.test_filter import issue
 from tests.actors.test_trainer_trajectories import episode
 from tests.declared import backend_of, objective_of, room_of
-from tests.miles_async.test_try_hooks import SAMPLE, Ask
+from tests.miles_async.test_try_hooks import SAMPLE, HookTrial
 
 FILTER, CONVERT, POST = (
     "rollout_sample_filter_path", "custom_convert_samples_to_train_data_path", "rollout_data_postprocess_path",
@@ -220,7 +220,7 @@ async def test_all_samples_of_a_step_are_shown_with_what_became_of_them(redis_ur
     ],
 )
 def test_each_is_tried_on_a_made_up_batch_before_anything_starts(field: str, hook: Any, says: str) -> None:
-    found = problem_of(field, f"{__name__}.{hook.__name__}", Ask(paths={}, sample=SAMPLE, values={"rollout_batch_size": 2}))
+    found = problem_of(field, f"{__name__}.{hook.__name__}", HookTrial(paths={}, sample=SAMPLE, values={"rollout_batch_size": 2}))
     assert (says in found) if says else found == ""
 
 

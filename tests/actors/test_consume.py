@@ -16,7 +16,7 @@ from actors.reward.spec import RewardSpec
 from actors.runtime import consume
 from actors.runtime.consume import Consumer, as_lost
 from actors.runtime.context import Context
-from actors.runtime.refusals import Row, RunEnds
+from actors.runtime.refusals import RunEnds, Streak
 from actors.runtime.retry import NotItsFault
 from bus import Bus, Commit, Out
 from bus.clock import SystemClock
@@ -202,7 +202,7 @@ async def test_what_fails_by_itself_after_deaths_has_all_its_attempts(redis_url:
 
 def test_a_row_ends_the_run_with_its_text_when_it_is_long_wide_and_old_enough() -> None:
     now = [0.0]
-    row = Row(lambda: now[0], "scoring", "Mend it.", most=4, of=2, patience_s=10.0)
+    row = Streak(lambda: now[0], "scoring", "Mend it.", most=4, of=2, patience_s=10.0)
     for i in range(9):
         row.failed("a", f"TypeError {i}")
     assert not row.for_all, "one group alone may be at fault itself"
@@ -269,7 +269,7 @@ async def test_samples_that_alone_are_left_and_cannot_be_scored_are_given_up_and
 
 def test_a_sample_that_fails_again_is_no_further_one_and_none_is_spared_for_ever() -> None:
     now = [0.0]
-    row = Row(lambda: now[0], "scoring", "Mend it.", most=4, of=2, spares_s=10.0)
+    row = Streak(lambda: now[0], "scoring", "Mend it.", most=4, of=2, spares_s=10.0)
     for again in range(20):
         row.failed(f"g{again % 3}", "KeyError", f"g{again % 3}/0")
     assert row.n == 3 and row.for_all

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from actors.generation.endpoint.request import ChatBody
 from actors.generation.endpoint.server import INLINE_BYTES, Endpoint
-from actors.generation.endpoint.stream import Stream
+from actors.generation.endpoint.stream import AnswerStream
 from actors.generation.rollouts.session import Task
 from actors.runtime.chat import Chat
 from bus.errors import Poison
@@ -69,11 +69,11 @@ async def test_a_large_body_does_not_hold_up_its_worker(chat: Chat, monkeypatch:
 
 
 async def test_a_stream_that_nobody_reads_ends_with_its_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(self: Stream, event: Any) -> None:
+    async def full(self: AnswerStream, event: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Stream, "_write", full)
-    stream, said = Stream(None, "policy", 0, ChatBody(messages=[]), ()), asyncio.Event()  # type: ignore[arg-type]
+    monkeypatch.setattr(AnswerStream, "_write", full)
+    stream, said = AnswerStream(None, "policy", 0, ChatBody(messages=[]), ()), asyncio.Event()  # type: ignore[arg-type]
 
     async def answer() -> None:
         async with stream.telling():

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from actors.environments.host import Died, Host
+from actors.environments.host import Died, EnvironmentHost
 from actors.reward.pool import VerifierPool
 from actors.reward.sample import Sample, ScorerFailed
 from actors.runtime import confine
@@ -73,7 +73,7 @@ class Kept:
 
     async def step(self, code: str) -> tuple[str, bool]:
         if self._host is None or not self._host.alive:
-            self._host = await Host.start("tests.actors.escaping.Obeys", self._log, Profile())
+            self._host = await EnvironmentHost.start("tests.actors.escaping.Obeys", self._log, Profile())
             await self._host.ask("begin", b"\xc0", 30.0)
         try:
             return msgspec.msgpack.decode(await self._host.ask("step", msgspec.msgpack.encode(code), 30.0)), False
@@ -134,7 +134,7 @@ async def asked(tmp_path: Path) -> AsyncIterator[Any]:
     hosts = []
 
     async def ask(code: str, *how: Any) -> str:
-        hosts.append(host := await Host.start("tests.actors.escaping.Obeys", tmp_path / "log", *how))
+        hosts.append(host := await EnvironmentHost.start("tests.actors.escaping.Obeys", tmp_path / "log", *how))
         await host.ask("begin", b"\xc0", 30.0)
         return str(msgspec.msgpack.decode(await host.ask("step", msgspec.msgpack.encode(code), 30.0)))
 

@@ -26,7 +26,7 @@ from miles_async.launcher.try_hooks import problem_of
 from tests.actors.house import messages, open_bus, put, running, scored, until
 from tests.actors.test_filter import issue
 from tests.actors.test_partial import listed, moved, parked
-from tests.miles_async.test_try_hooks import SAMPLE, Ask
+from tests.miles_async.test_try_hooks import SAMPLE, HookTrial
 
 
 class Mute(Exception):
@@ -131,7 +131,7 @@ async def test_what_a_buffers_order_does_to_what_it_is_shown_costs_no_sample(red
 @pytest.mark.parametrize("path", ["mute", "interrupts", "half_a_pair"])
 @pytest.mark.parametrize("field", ["custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path"])
 def test_whatever_a_tried_function_raises_is_told_by_its_name(field: str, path: str) -> None:
-    problem = problem_of(field, f"{__name__}.{path}", Ask(paths={}, sample=SAMPLE))
+    problem = problem_of(field, f"{__name__}.{path}", HookTrial(paths={}, sample=SAMPLE))
     assert problem.startswith("raised ") and problem.isprintable()
 
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from actors.runtime.prompts import load_prompts
 from actors.runtime.rows import count, read, sources_of
 from actors.runtime.run import Refused
-from actors.sampler.order import Cursor, Order, quotas
+from actors.sampler.order import Cursor, RowOrder, quotas
 from tests.declared import data_of
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -206,10 +206,11 @@ def test_each_source_has_its_share_and_is_seen_evenly(
     sizes: list[int], weights: list[int], seed: int, shuffle: bool, weighted: bool
 ) -> None:
     parts = [(size, float(weight) if weighted else 0.0) for size, weight in zip(sizes, weights, strict=False)]
-    order, cursor = Order(parts=parts, run_seed=seed, shuffle=shuffle), Cursor()
+    order, cursor = RowOrder(parts=parts, run_seed=seed, shuffle=shuffle), Cursor()
     seen: list[int] = []
     for _ in range(3 * sum(sizes)):
-        row, after = Order(parts=parts, run_seed=seed, shuffle=shuffle).take(Cursor.parse(cursor.text()))  # a sampler started here
+        started = RowOrder(parts=parts, run_seed=seed, shuffle=shuffle)  # a sampler started here
+        row, after = started.take(Cursor.parse(cursor.text()))
         assert (row, after) == order.take(cursor)
         seen.append(row)
         cursor = after

@@ -20,7 +20,7 @@ from aiohttp import web
 from actors.reward.pool import VerifierPool
 from actors.reward.remote import RemoteRefused, RemoteScorer
 from actors.reward.sample import Sample, ScorerFailed
-from actors.reward.wire import Answer, decode_from_verifier, frame, plain
+from actors.reward.wire import ScoreAnswer, decode_from_verifier, frame, plain
 from actors.runtime.run import Refused
 from bus.errors import DeadlineExceeded
 
@@ -317,9 +317,9 @@ async def test_who_lost_its_process_to_a_neighbour_is_scored_again(async_hook: s
 def test_every_answer_travels() -> None:
     values = [1, True, 2.5, float("inf"), 10**400, None, "text", [1], {"a": 1, "b": object(), 3: None}, object()]
     for value in values:
-        body = frame(Answer(1, plain(value)))
+        body = frame(ScoreAnswer(1, plain(value)))
         assert int.from_bytes(body[:4], "little") == len(body) - 4
-        assert decode_from_verifier(body[4:]) == Answer(1, plain(value))
+        assert decode_from_verifier(body[4:]) == ScoreAnswer(1, plain(value))
     assert plain(10**400) == float("inf") and plain({3: True}) == {"3": 1.0}
     assert plain(np.array([1, 2])) == [1.0, 2.0] == plain([np.float32(1), np.int64(2)]) and plain(np.array([3])) == 3.0
     assert plain(np.array(["1"])) == ["1"]

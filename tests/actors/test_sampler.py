@@ -16,7 +16,7 @@ from actors.runtime import prompts
 from actors.runtime.prompts import DataSpec, load_prompts
 from actors.runtime.run import RunEnds
 from actors.sampler.actor import SamplerSpec, run
-from actors.sampler.progress import Progress
+from actors.sampler.progress import SamplerProgress
 from bus import Commit, Reader
 from bus.ledger import check, read_accounts
 from bus.messages.active import PolicyActive
@@ -376,7 +376,7 @@ async def _waits(context) -> bool:
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
 def test_what_is_remembered_does_not_grow_with_the_run(keeps: bool) -> None:
-    progress, sizes = Progress(keeps=keeps), []
+    progress, sizes = SamplerProgress(keeps=keeps), []
     progress.fold(PolicyActive(version=PolicyVersion(1, 0), serving={"w": 1}))
     for step in range(1, 400):
         groups = [OpenGroup(group_id=f"g{step}n{n}", prompt_id="p", n_samples=4) for n in range(8)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.generation.slots import KV_FULL, Limits, Look, Slots
+from actors.generation.slots import KV_FULL, EngineLook, Limits, Slots
 
 ALPHA_S, BETA_S = 0.003, 1.5e-5  # seconds per token of one request: alone, and more with each one beside it
 
@@ -35,7 +35,7 @@ class Engine:
     steps: int = 0
     history: list[int] = field(default_factory=list)  # slots at each step
 
-    def look(self, slots: int) -> Look:
+    def look(self, slots: int) -> EngineLook:
         self.looks += 1
         while len(self.queue) + len(self.running) < min(slots, self.demand):
             self.queue.append(1 + self.rng.expovariate(1 / self.mean_tokens))
@@ -58,7 +58,7 @@ class Engine:
         if self.looks % self.step_s == 0:
             self.steps += 1
             self.history.append(slots)
-        return Look(
+        return EngineLook(
             busy=busy,
             ended=ended,
             waiting=len(self.queue),
@@ -125,7 +125,7 @@ def test_slots_settle_below_the_masked_share_that_is_allowed(
 
 @pytest.mark.parametrize(("bound", "first"), [(0, 32), (1, 16), (2, 24), (3, 32), (4, 40), (8, 48)])
 def test_where_a_masked_share_is_allowed_slots_begin_low_at_small_bounds(bound: int, first: int) -> None:
-    nothing_seen = Look(busy=0, ended=0)
+    nothing_seen = EngineLook(busy=0, ended=0)
     assert Slots().decide(nothing_seen, Limits(floor=8, ceiling=64, max_masked=0.01, bound=bound)) == first
     assert Slots().decide(nothing_seen, Limits(floor=8, ceiling=64, bound=bound)) == 32
 
@@ -134,7 +134,7 @@ def test_where_a_masked_share_is_allowed_slots_begin_low_at_small_bounds(bound: 
 def test_slots_rise_by_less_the_more_is_masked(masked: float, risen: int) -> None:
     slots, limits = Slots(144), Limits(floor=8, ceiling=384, max_masked=0.01, bound=2)
     for step in range(100):
-        if slots.decide(Look(busy=144, ended=10, masked_step=step, masked=masked), limits) != 144:
+        if slots.decide(EngineLook(busy=144, ended=10, masked_step=step, masked=masked), limits) != 144:
             break
     assert (slots.slots, slots.why) == (risen, "room")
 
@@ -158,28 +158,28 @@ def test_slots_that_nobody_uses_do_not_rise() -> None:
 
 def test_an_engine_that_tells_nothing_of_itself_gets_all_slots_in_the_end() -> None:
     slots, limits = Slots(), Limits(floor=8, ceiling=64)
-    seen = [slots.decide(Look(busy=slots.slots, ended=slots.slots // 4), limits) for _ in range(100)]
+    seen = [slots.decide(EngineLook(busy=slots.slots, ended=slots.slots // 4), limits) for _ in range(100)]
     assert seen == sorted(seen) and seen[0] == 32 and seen[-1] == 64
 
 
 def test_a_queue_that_stands_lowers_slots_and_a_wave_that_passes_does_not() -> None:
     slots, limits = Slots(), Limits(floor=8, ceiling=64)
-    slots.decide(Look(busy=0, ended=0), limits)
+    slots.decide(EngineLook(busy=0, ended=0), limits)
     for waiting in (20, 20, 0, 20, 20, 0):
-        assert slots.decide(Look(busy=32, ended=0, waiting=waiting), limits) == 32
+        assert slots.decide(EngineLook(busy=32, ended=0, waiting=waiting), limits) == 32
     for _ in range(3):
-        slots.decide(Look(busy=32, ended=0, waiting=20), limits)
+        slots.decide(EngineLook(busy=32, ended=0, waiting=20), limits)
     assert (slots.slots, slots.why) == (28, "queue")
 
 
 def test_a_request_much_slower_than_alone_stops_the_rise() -> None:
     limits = Limits(floor=8, ceiling=1 << 20)
     slots = Slots()
-    slots.decide(Look(busy=0, ended=0), limits._replace(ceiling=64))
+    slots.decide(EngineLook(busy=0, ended=0), limits._replace(ceiling=64))
     for _ in range(4000):
         running = slots.slots
         rate = running / (ALPHA_S + BETA_S * running)
-        slots.decide(Look(busy=running, ended=running, tokens_per_s=rate), limits)
+        slots.decide(EngineLook(busy=running, ended=running, tokens_per_s=rate), limits)
     fastest = ALPHA_S + BETA_S * 32
     best = (4 * fastest - ALPHA_S) / BETA_S
     assert slots.slots == pytest.approx(best, rel=0.15)
@@ -197,6 +197,6 @@ def test_slots_stay_between_floor_and_ceiling_also_when_these_move(
     for (floor, ceiling), part in ((before, looks[::2]), (after, looks[1::2])):
         limits = Limits(floor, ceiling, max_masked=0.1)
         for n, (busy, ended, kv, masked) in enumerate(part):
-            look = Look(busy, ended, 100.0, ended, kv, n, masked)
+            look = EngineLook(busy, ended, 100.0, ended, kv, n, masked)
             now = slots.decide(look, limits)
             assert floor <= now <= ceiling and math.isfinite(now)

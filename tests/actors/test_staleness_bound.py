@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from actors.filter.groups import GroupTable, leaves_now
 from actors.sampler.admission import engine_room, free_samples, open_limit
-from actors.sampler.progress import Progress
+from actors.sampler.progress import SamplerProgress
 from actors.trainer.cut import Part, cut
 from bus.messages.active import PolicyActive
 from bus.messages.base import pack_floats, pack_ints
@@ -55,7 +55,7 @@ class House:
     def __init__(self, *, rule: str, bound: int, size: int, n: int, workers: int, slots: int) -> None:
         self.went_back = False  # more is open then than the bound admits, until the run has drained to it
         self.rule, self.bound, self.size, self.n, self.slots = rule, bound, size, n, slots
-        self.progress = Progress()
+        self.progress = SamplerProgress()
         self.serving = [0] * workers
         self.queue: list[tuple[OpenGroup, int]] = []
         self.running: list[tuple[OpenGroup, int, int, list[int]]] = []  # group, index, worker, steps of its tokens
@@ -281,7 +281,7 @@ def goes_on(house: House) -> None:
 
 def test_bound_zero_never_overlaps_two_versions() -> None:
     """With bound 0 nothing is issued between the training of a batch and the activation of what it made."""
-    progress = Progress()
+    progress = SamplerProgress()
     progress.fold(PolicyActive(version=PolicyVersion(1, 0)))
     for number in range(4):
         progress.issued(OpenGroup(group_id=f"g{number}", prompt_id="p0", n_samples=1))

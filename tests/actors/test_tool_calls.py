@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.generation.endpoint.calls import FORMATS, Call, fault, parse, without
+from actors.generation.endpoint.calls import FORMATS, ToolCall, fault, parse, without
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {
@@ -116,7 +116,7 @@ def test_what_is_written_in_a_format_is_read_back(name: str, arguments: dict[str
 @given(text=st.lists(st.sampled_from(MARKS)).map("".join))
 def test_no_text_breaks_a_parser(text: str) -> None:
     for kind in FORMATS:
-        calls: list[Call] = parse(text, kind)
+        calls: list[ToolCall] = parse(text, kind)
         assert all(0 <= call.start < call.end <= len(text) for call in calls)
         without(text, calls)
 

@@ -14,7 +14,7 @@ from actors.filter.groups import GroupTable, tokens_of
 from actors.filter.judges import JUDGES, judge
 from actors.partial.decide import POLICIES, Waiting
 from actors.sampler.admission import free_samples, open_limit
-from actors.sampler.progress import Progress
+from actors.sampler.progress import SamplerProgress
 from actors.trainer.cut import Part, cut
 from bus import Bus, Commit, Entry, Guard, Out, Reader, Stream, Tail, ledger
 from bus.errors import BadMessage
@@ -295,7 +295,7 @@ class Sampler:
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
-        self.progress = Progress()
+        self.progress = SamplerProgress()
         self.tail = Tail(bus, [VERDICTS, POLICY, ACTIVE])
         self.last: Commit | None = None
 

@@ -15,7 +15,7 @@ from actors.generation.spec import GenerationSpec
 from actors.reward.sample import Sample
 from bus.messages.samples import RolloutDone
 from bus.topology import DEAD, PROMPTS, ROLLOUTS
-from miles_async.launcher.try_hooks import Ask, problem_of
+from miles_async.launcher.try_hooks import HookTrial, problem_of
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.engine.rollout_programs import HERE, STATE, Talker, talks_long
 from tests.engine.test_rollouts import body_on, one_rollout, task, with_stop
@@ -88,6 +88,6 @@ async def test_a_long_episode_holds_its_history_once() -> None:
 def test_each_program_is_tried_before_a_run_starts(name: str, problem: str) -> None:
     made = Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
     field = "custom_generate_function_path"
-    ask = Ask(paths={field: f"tests.engine.{name}"}, sample=made, deadline_s=2.0, rollout_s=0.5, values={"plus": 7})
+    ask = HookTrial(paths={field: f"tests.engine.{name}"}, sample=made, deadline_s=2.0, rollout_s=0.5, values={"plus": 7})
     found = problem_of(field, ask.paths[field], ask)
     assert problem in found and bool(problem) == bool(found)

@@ -23,7 +23,7 @@ from bus import Bus, ledger
 from bus.messages.base import unpack_ints
 from bus.messages.samples import PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.topology import DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
-from miles_async.launcher.try_hooks import Ask, problem_of
+from miles_async.launcher.try_hooks import HookTrial, problem_of
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.engine.rollout_programs import PLUS, Talker, token_at
 from tests.engine.scripted import ScriptedEngine, sample
@@ -184,7 +184,7 @@ async def test_a_function_that_fails_again_and_again_ends_the_run_with_its_text(
 def test_it_is_tried_before_a_run_starts(tmp_path: Path, name: str, problem: str) -> None:
     values = {"plus": 7, "folder": str(tmp_path), "n_samples_per_prompt": 2}
     field, made = "rollout_function_path", Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
-    ask = Ask(paths={field: f"{HERE}.{name}"}, sample=made, values=values)
+    ask = HookTrial(paths={field: f"{HERE}.{name}"}, sample=made, values=values)
     found = problem_of(field, ask.paths[field], ask)
     assert problem in found and bool(problem) == bool(found)
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from actors.generation.engine import Chunk, RouteBroken, VersionUnknown
-from actors.generation.sample import Running, Turn, limit_of, start
+from actors.generation.sample import ModelTurn, Running, limit_of, start
 from bus.messages.base import pack_floats, pack_ints, unpack_ints
 from bus.messages.samples import Call, PrefixResume, Response, SampleTask, Sampling
 from bus.messages.versions import PolicyVersion, VersionSpan
@@ -38,7 +38,7 @@ def make(running: Running, *tokens: int, version: int = 1, finish: str | None = 
     running.take(turn_of(running), Chunk(list(tokens), [-t / 8 for t in tokens], str(version), finish), VERSIONS)
 
 
-def turn_of(running: Running) -> Turn:
+def turn_of(running: Running) -> ModelTurn:
     """The one turn, in answer to the prompt."""
     asked = unpack_ints(running.task.prompt_tokens)
     turn = running.turns.get(0) or running.open(0, asked)

@@ -15,7 +15,7 @@ from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import convert, model, weights
 from actors.trainer.megatron_backend.directory import index, read
 from actors.trainer.megatron_backend.families import FAMILIES, REFUSED, describe
-from actors.trainer.megatron_backend.layout import Layout
+from actors.trainer.megatron_backend.layout import RankLayout
 from tests.megatron.models import DENSE, MODELS, OTHERS, VOCAB, make, tensors
 
 TOKENS = 40  # more than what scaled positions were first made for
@@ -34,7 +34,7 @@ def test_a_model_is_transformers_model_and_its_weights_come_back_bit_by_bit(
 ) -> None:
     theirs = make(family, tmp_path)
     arch = read(tmp_path)
-    [ours] = model.build(arch, Layout(), dtype=torch.float32)
+    [ours] = model.build(arch, RankLayout(), dtype=torch.float32)
     for weight in ours.parameters():
         torch.nn.init.constant_(weight, float("nan"))  # so that what isn't loaded shows
     weights.load_hf([ours], arch, tmp_path)
@@ -115,7 +115,7 @@ def test_a_tensor_of_another_width_is_refused(tmp_path: Path, alone: None) -> No
     with pytest.raises(
         Refused, match=r"model.layers.2.mlp.down_proj.weight make a part of shape \[64, 100\].*has \[64, 112\]"
     ):
-        weights.load_hf(model.build(arch, Layout(), dtype=torch.float32), arch, tmp_path)
+        weights.load_hf(model.build(arch, RankLayout(), dtype=torch.float32), arch, tmp_path)
 
 
 def read_and_index(directory: Path) -> None:

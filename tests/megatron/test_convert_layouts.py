@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import checkpoint, model, weights
 from actors.trainer.megatron_backend.directory import read
-from actors.trainer.megatron_backend.layout import Layout
+from actors.trainer.megatron_backend.layout import RankLayout
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.torch_dist import TRACKER, check, check_whole, iteration
 from actors.trainer.training.export import bucketed, gathered
@@ -46,9 +46,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of all families
 pytestmark = pytest.mark.timeout(300)
 
 
-def layout_of(name: str, family: str) -> Layout:
+def layout_of(name: str, family: str) -> RankLayout:
     common, sparse = LAYOUTS[name]
-    return Layout(4, **common, **(sparse if "num_experts_per_tok" in MODELS[family][1] else {}))
+    return RankLayout(4, **common, **(sparse if "num_experts_per_tok" in MODELS[family][1] else {}))
 
 
 def moved(name: str, family: str, models: str, source: str, target: str) -> tuple[set[str], list[str]]:
@@ -145,7 +145,7 @@ class Living(TorchDispatchMode):
 
 def exported(directory: str, limit: int) -> tuple[int, int]:
     """(most bytes that an export holds beside the weights, bytes that it gave)"""
-    layout = Layout(2, tp=2, sequence_parallel=True)
+    layout = RankLayout(2, tp=2, sequence_parallel=True)
     groups = Groups(layout)
     try:
         arch = read(Path(directory))

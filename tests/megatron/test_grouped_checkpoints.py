@@ -13,7 +13,7 @@ from actors.trainer.megatron_backend import checkpoint, model, weights
 from actors.trainer.megatron_backend.convert import megatron_to_hf
 from actors.trainer.megatron_backend.directory import read
 from actors.trainer.megatron_backend.grouped import GroupedExperts
-from actors.trainer.megatron_backend.layout import Layout
+from actors.trainer.megatron_backend.layout import RankLayout
 from actors.trainer.megatron_backend.parallel import Groups
 from tests.megatron.grouped_layers import SPEC
 from tests.megatron.models import make, tensors
@@ -22,10 +22,10 @@ from tests.megatron.tiny import trained
 
 pytestmark = pytest.mark.timeout(180)
 LAYOUTS = {
-    "one": Layout(1),
-    "ep2": Layout(2, ep=2),
-    "tp2_etp2": Layout(2, tp=2, sequence_parallel=True, etp=2),
-    "pp2": Layout(2, pp=2),
+    "one": RankLayout(1),
+    "ep2": RankLayout(2, ep=2),
+    "tp2_etp2": RankLayout(2, tp=2, sequence_parallel=True, etp=2),
+    "pp2": RankLayout(2, pp=2),
 }
 
 

@@ -17,7 +17,7 @@ from actors.runtime.run import Refused
 from actors.trainer.megatron_backend.core import MegatronCore
 from actors.trainer.megatron_backend.setup import _attention
 from actors.trainer.training.ranked import RankedBackend
-from actors.trainer.training.saving import Checkpoint
+from actors.trainer.training.saving import RankedCheckpoint
 from bus.errors import CheckpointOfAnother, CheckpointRefused
 from tests.megatron.tiny import batch_of, config_of
 
@@ -39,7 +39,7 @@ def steps(backend: RankedBackend, *numbers: int) -> list[float]:
     return [backend.train_step(batch_of(step)).metrics["train/loss"] for step in numbers]
 
 
-def saved(backend: RankedBackend, directory: Path) -> Checkpoint:
+def saved(backend: RankedBackend, directory: Path) -> RankedCheckpoint:
     directory.mkdir()
     checkpoint = backend.save(directory)
     checkpoint.write()

@@ -10,7 +10,7 @@ from bus.inspect import Head
 from bus.messages.groups import OpenGroup
 from bus.messages.waits import Wait
 from miles_async.console.explain import explain, open_text
-from miles_async.console.places import Places
+from miles_async.console.places import EntryPlaces
 from miles_async.console.scene import read_scene
 from tests.miles_async.console_data import Story, config, timeless, vitals
 
@@ -44,7 +44,7 @@ async def test_groups_that_are_open_in_part_are_held_against_the_bound_by_their_
         "g2": OpenGroup(group_id="g2", **four),
         "g3": OpenGroup(group_id="g3", **four),
     }
-    places = Places({"groups": [Head("groups", f"{n}-0", 0, {"id": key}) for n, key in enumerate(opened)]}, {}, opened)
+    places = EntryPlaces({"groups": [Head("groups", f"{n}-0", 0, {"id": key}) for n, key in enumerate(opened)]}, {}, opened)
     trained = frozenset(["g1/0", "g1/2", *opened["g3"].sample_ids])
     knobs = {"rollout_batch_size": 1, "max_weight_staleness": 1}
     scene = msgspec.structs.replace(scene, places=places, uncommitted=trained, knobs=knobs)

@@ -27,9 +27,9 @@ from bus.messages.versions import PolicyVersion
 from bus.topology import EVENTS, KNOBS, POLICY
 from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.scene import read_scene
-from miles_async.governor.decide import REST, Decision, decide
+from miles_async.governor.decide import REST, GovernorDecision, decide
 from miles_async.governor.govern import act, govern
-from miles_async.governor.look import AUTHOR, Look, look
+from miles_async.governor.look import AUTHOR, GovernorLook, look
 from miles_async.governor.standing import read_standing
 from miles_async.launcher.prepare import live_kinds
 from miles_async.settings.live import check_patch
@@ -85,8 +85,8 @@ class Play:
         self.records: list[Record] = []
         self.history = History()
         self.values, self.truth = dict(values), truth
-        self.looks: list[Look] = []
-        self.decisions: list[Decision] = []
+        self.looks: list[GovernorLook] = []
+        self.decisions: list[GovernorDecision] = []
         self._draw, self._noise, self._step, self._wall = random.Random(seed), noise, 0, 0.0
         self._live = dict(values)  # of the step under way, which a patch of this moment does not reach
         self._epoch = -1
@@ -224,7 +224,7 @@ def test_nothing_is_decided_while_a_change_settles_or_the_governor_is_off() -> N
 
 def test_who_is_behind_makes_all_decisions_in_their_order() -> None:
     play = Play(settings_with(max_weight_staleness=2, governor_staleness="2:2")).run(24)
-    made: list[Decision] = []
+    made: list[GovernorDecision] = []
     while (found := look(play.history, made[-1].due if made else 0)) is not None:
         made.append(decide(found))
     assert [d.due for d in made] == [7, 11, 15, 19, 23] and made == play.decisions

@@ -12,7 +12,7 @@ import pytest
 from miles_async.cli import app, recipe_child
 from miles_async.cli.recipe import read_recipe
 from miles_async.settings.errors import SettingsError
-from miles_async.settings.script import Script
+from miles_async.settings.script import ScriptCommands
 
 RECIPE = '''
 import os
@@ -100,7 +100,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(tree: Path, text: str = "", *arguments: str) -> Script:
+def read(tree: Path, text: str = "", *arguments: str) -> ScriptCommands:
     path = tree / "scripts" / "run_it.py"
     if text:
         path.write_text(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.reward.sample import Sample
-from miles_async.launcher.try_hooks import Ask, problem_of
+from miles_async.launcher.try_hooks import HookTrial, problem_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
 EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.M | re.S))
@@ -32,7 +32,7 @@ def test_an_example_is_sound(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, name, raising=False)
     sample = Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
     paths = {field: f"{name}.{function}", "environment_path": "actors.environments.guess.Guess"}
-    ask = Ask(paths=paths, sample=sample, reward_key="score", values={"rollout_batch_size": 2, "n_samples_per_prompt": 2})
+    ask = HookTrial(paths=paths, sample=sample, reward_key="score", values={"rollout_batch_size": 2, "n_samples_per_prompt": 2})
     for asked in (field, "environment_path"):
         assert problem_of(asked, ask.paths[asked], ask) == ""
 

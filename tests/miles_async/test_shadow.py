@@ -21,10 +21,10 @@ from bus.messages.groups import GroupKept, GroupVerdict, OpenGroup
 from bus.messages.policy import Finished
 from bus.messages.versions import PolicyVersion
 from bus.topology import GROUPS, POLICY, SCORED, VERDICTS
-from miles_async.console.shadow.compare import Filter, Rewards, ShadowEnds
+from miles_async.console.shadow.compare import Rewards, ShadowEnds, ShadowFilter
 from miles_async.console.shadow.paired import Paired
 from miles_async.console.shadow.tap import Tap
-from miles_async.console.shadow.units import Unit, chosen
+from miles_async.console.shadow.units import ShadowUnit, chosen
 from tests.actors.house import messages, open_bus, put, running, scored, until
 from tests.declared import room_of
 from tests.miles_async.shadow_house import OWN, a_user_who_may_only_read
@@ -52,7 +52,7 @@ async def _judged(bus: Bus, n: int) -> bool:
     return await bus.length(VERDICTS) == n
 
 
-async def drawn(tap: Tap, *, pause_s: float = 0.0) -> list[Unit]:
+async def drawn(tap: Tap, *, pause_s: float = 0.0) -> list[ShadowUnit]:
     """All that a tap gives out."""
     found = []
     async with aclosing(tap.units()) as units:
@@ -162,10 +162,10 @@ def torn(samples):
 """
 
 
-def unit(group: str, n: int) -> Unit:
+def unit(group: str, n: int) -> ShadowUnit:
     """A group of texts."""
     samples = tuple(Sample(sample_id=f"{group}/{i}", prompt="1+1=", response="2", label="2") for i in range(n))
-    return Unit(group=group, samples=samples, rewards=tuple(float(i) for i in range(n)))
+    return ShadowUnit(group=group, samples=samples, rewards=tuple(float(i) for i in range(n)))
 
 
 async def test_a_reward_that_raises_hangs_or_floods_is_counted_and_one_that_never_works_ends_the_shadow(
@@ -185,9 +185,9 @@ async def test_a_reward_that_raises_hangs_or_floods_is_counted_and_one_that_neve
 
 async def test_a_filter_is_compared_group_by_group_and_one_that_raises_or_hangs_ends_the_shadow_alone(tmp_path) -> None:
     (tmp_path / "odd.py").write_text(SETTING)
-    whole = Unit(group="g1", members=(scored(1, 0, 1.0), scored(1, 1, 1.0)), kept=True)
-    other = Unit(group="g2", members=(scored(2, 0, 1.0), scored(2, 1, 0.0)), kept=False, reason="too_easy")
-    shipped = Filter("check_reward_nonzero_std", 5.0)
+    whole = ShadowUnit(group="g1", members=(scored(1, 0, 1.0), scored(1, 1, 1.0)), kept=True)
+    other = ShadowUnit(group="g2", members=(scored(2, 0, 1.0), scored(2, 1, 0.0)), kept=False, reason="too_easy")
+    shipped = ShadowFilter("check_reward_nonzero_std", 5.0)
     rows = [
         *await shipped.compare(whole),
         *await shipped.compare(other),
@@ -197,8 +197,8 @@ async def test_a_filter_is_compared_group_by_group_and_one_that_raises_or_hangs_
     assert shipped.more()["differ"] == ["g1", "g2"]
     assert shipped.left_out == {"left in parts": 1} and shipped.more()["kept"]["by the run alone"] == 1
     with pytest.raises(ShadowEnds, match=r"did not end within 0\.2 s on group g1"):
-        await Filter(f"{tmp_path / 'odd.py'}:hangs", 0.2).compare(whole)
-    torn = Filter(f"{tmp_path / 'odd.py'}:torn", 5.0)
+        await ShadowFilter(f"{tmp_path / 'odd.py'}:hangs", 0.2).compare(whole)
+    torn = ShadowFilter(f"{tmp_path / 'odd.py'}:torn", 5.0)
     with pytest.raises(ShadowEnds, match="KeyError: 'unit'"):
         for _ in range(16):
             await torn.compare(whole)

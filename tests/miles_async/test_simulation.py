@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from actors.generation.slots import Limits
 from bus.messages.groups import OpenGroup
-from miles_async.console.whatif.engines import NEVER, Engines, Running
-from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
+from miles_async.console.whatif.engines import NEVER, Engines, SimulatedSample
+from miles_async.console.whatif.setup import Draw, DrawnGroup, SimulatedKnobs, SimulatedPace
 from miles_async.console.whatif.simulation import Simulation, Stands
 
 GROUPS, N, SLOTS, MEAN_S, SIGMA = 16, 8, 64, 0.6, 0.6
@@ -34,19 +34,19 @@ def groups(seed: int, *, reason: str = "", every: int = 1, size: int = N, even: 
         yield DrawnGroup(members, reason if number % every == 0 else "")
 
 
-def knobs(**more) -> Knobs:
+def knobs(**more) -> SimulatedKnobs:
     plain = {
         "max_weight_staleness": 2,
         "staleness_policy": "split",
         "rollout_batch_size": GROUPS,
         "n_samples_per_prompt": N,
     }
-    return Knobs(**(plain | {"slots": SLOTS} | more))
+    return SimulatedKnobs(**(plain | {"slots": SLOTS} | more))
 
 
-def play(given: Knobs, *, pace: Pace | None = None, steps: int = 24, **drawn):
+def play(given: SimulatedKnobs, *, pace: SimulatedPace | None = None, steps: int = 24, **drawn):
     drawn_groups = groups(5, size=given.n_samples_per_prompt, **drawn)
-    return Simulation(given, pace or Pace(train_s=ROLLOUT_S), drawn_groups, random.Random(1)).play(steps, 15)
+    return Simulation(given, pace or SimulatedPace(train_s=ROLLOUT_S), drawn_groups, random.Random(1)).play(steps, 15)
 
 
 def drawn(kind: str, seed: int = 5):
@@ -82,7 +82,7 @@ def test_the_figures_by_which_the_rule_was_chosen(rule, cap, kind, ratio):
     samples = drawn(kind)
     each = (DrawnGroup(tuple(Draw(100, next(samples)) for _ in range(N))) for _ in itertools.count())
     given = knobs(staleness_policy="auto" if rule == "split" else rule, over_sampling_batch_size=cap)
-    found = Simulation(given, Pace(train_s=ratio * rollout), each, random.Random(1)).play(64, 15)
+    found = Simulation(given, SimulatedPace(train_s=ratio * rollout), each, random.Random(1)).play(64, 15)
     assert max(1.0, ratio) * rollout / found.step_s == pytest.approx(efficiency, abs=0.006)
     assert 100 * found.masked == pytest.approx(masked, abs=0.07)
     assert (found.split > 0.05) == (rule == "split")
@@ -94,7 +94,7 @@ def test_member_at_bound_one_keeps_three_quarters_of_the_speed(rule, speed):
     each = (DrawnGroup(tuple(Draw(100, next(samples)) for _ in range(N))) for _ in itertools.count())
     rollout = 1.2 / 0.6 * 0.5 * math.exp(0.6**2 / 2)
     given = knobs(max_weight_staleness=1, staleness_policy=rule)
-    found = Simulation(given, Pace(train_s=rollout), each, random.Random(1)).play(64, 15)
+    found = Simulation(given, SimulatedPace(train_s=rollout), each, random.Random(1)).play(64, 15)
     assert rollout / found.step_s == pytest.approx(speed, abs=0.012)
 
 
@@ -111,7 +111,8 @@ def test_an_engine_that_slows_with_its_batch_as_one_of_two_h200_did(rule, bound,
     given = knobs(
         max_weight_staleness=bound, staleness_policy=rule, rollout_batch_size=32, slots=slots, over_sampling_batch_size=cap
     )
-    pace = Pace(train_s=0.05, train_token_s=3.95 / 171_000, publish_s=(0.08,), pause_s=(0.023,), slowdown=25.4e-6 / 1.73e-3)
+    slowdown = 25.4e-6 / 1.73e-3
+    pace = SimulatedPace(train_s=0.05, train_token_s=3.95 / 171_000, publish_s=(0.08,), pause_s=(0.023,), slowdown=slowdown)
     found = Simulation(given, pace, each, random.Random(1)).play(24, 12)
     assert found.step_s == pytest.approx(step_s, rel=0.05)
     assert (1 - found.idle) * slots == pytest.approx(running, abs=20)
@@ -143,7 +144,8 @@ def test_samples_are_held_once_and_never_more_than_credits_and_slots_admit(
         staleness_policy=rule, max_weight_staleness=bound, rollout_batch_size=batch, n_samples_per_prompt=group, slots=slots,
         num_generation_workers=workers,
     )  # fmt: skip
-    found = Watched(given, Pace(train_s=train_s, slowdown=slowdown), groups(seed, size=group), random.Random(seed)).play(16, 0)
+    pace = SimulatedPace(train_s=train_s, slowdown=slowdown)
+    found = Watched(given, pace, groups(seed, size=group), random.Random(seed)).play(16, 0)
     assert 0.0 <= found.masked <= 1.0
     assert found.masked == 0.0 or rule != "drop"
 
@@ -155,7 +157,7 @@ def test_each_setting_does_to_the_simulated_run_what_it_does_to_a_run():
     assert play(knobs(max_weight_staleness=1)).step_s > 1.3 * now.step_s
     assert play(knobs(slots=32)).step_s == pytest.approx(2 * ROLLOUT_S, rel=0.03)
     assert play(knobs(slots=16, num_generation_workers=2)).step_s == pytest.approx(2 * ROLLOUT_S, rel=0.03)
-    assert play(knobs(rollout_batch_size=8), pace=Pace(train_token_s=ROLLOUT_S / 12_800)).step_s < 0.6 * now.step_s
+    assert play(knobs(rollout_batch_size=8), pace=SimulatedPace(train_token_s=ROLLOUT_S / 12_800)).step_s < 0.6 * now.step_s
     assert play(knobs(n_samples_per_prompt=4)).wait > now.wait - 0.01
     assert play(knobs(over_sampling_batch_size=16)).idle > now.idle + 0.05
     assert play(knobs(update_weights_interval=2)).mean_age > now.mean_age + 0.5
@@ -174,7 +176,7 @@ def test_an_interrupted_sample_goes_on_or_begins_anew_as_partial_rollout_says():
 
 
 def test_the_tails_slots_and_slices_are_those_of_the_workers():
-    slow, longest = Pace(slowdown=0.2), {"tail_slots": 2, "tail_after_tokens": 150}
+    slow, longest = SimulatedPace(slowdown=0.2), {"tail_slots": 2, "tail_after_tokens": 150}
     workers = {"slots": 16, "num_generation_workers": 4, "max_weight_staleness": 1}
     before = play(knobs(**workers), pace=slow, steps=30, even=False)
     lane = play(knobs(**workers, **longest), pace=slow, steps=30, even=False)
@@ -194,13 +196,13 @@ def test_every_token_of_a_sample_has_one_version_however_often_it_is_interrupted
     chance = random.Random(seed)
     asked = {"max_weight_staleness": 1, "staleness_policy": "auto", "rollout_batch_size": 1, "n_samples_per_prompt": 1}
     own = {"num_generation_workers": 3, "slots": 2, "tail_slots": tail, "tail_after_tokens": 12, "max_tokens_per_slice": slices}
-    engines = Engines(Knobs(**asked, **own), 0.1)
+    engines = Engines(SimulatedKnobs(**asked, **own), 0.1)
     now, step, left = 0.0, 0, 12
     for worker in engines.workers:
         engines.load(worker, 0, 0.0, abort=False)
     for index in range(left):
         group = OpenGroup(group_id=f"g{index}", prompt_id="", n_samples=1)
-        engines.issue(Running(group, 0, Draw(chance.randrange(1, 40), chance.uniform(0.01, 3.0))))
+        engines.issue(SimulatedSample(group, 0, Draw(chance.randrange(1, 40), chance.uniform(0.01, 3.0))))
     while left:
         engines.fill()
         end, worker = engines.next_end()
@@ -224,7 +226,7 @@ def test_every_token_of_a_sample_has_one_version_however_often_it_is_interrupted
 
 # Long answers (geometric, mean 690 tokens, cut at 2,048) on an engine that each request slows down as an H100 with a 0.6B model
 # and twice as many of them.
-SLOW = Pace(train_s=0.95, publish_s=(0.1,), between_s=(0.02,), hop_s=0.005, slowdown=0.031)
+SLOW = SimulatedPace(train_s=0.95, publish_s=(0.1,), between_s=(0.02,), hop_s=0.005, slowdown=0.031)
 
 
 def long_groups():

@@ -17,7 +17,7 @@ from actors.reward.sample import Sample
 from actors.runtime.child import is_alive
 from actors.runtime.hooks import load_hook
 from miles_async.launcher import hooks
-from miles_async.launcher.try_hooks import Ask, problem_of
+from miles_async.launcher.try_hooks import HookTrial, problem_of
 from tests.declared import data_of
 
 SAMPLE = Sample(sample_id="try/0", prompt="1+1=", response="2", label="2")
@@ -118,7 +118,7 @@ def keeps_of_miles(args: Any, group: list[Any]) -> Any:
 def test_it_is_called_as_it_will_be(field: str, hook: str, group_rm: bool, says: str) -> None:
     data = data_of(path="7", metadata_key="", tool_key="")
     path, values = f"{__name__}.{hook}", {"reward_key": None, "num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
-    ask = Ask(paths={field: path}, sample=SAMPLE, data=data, group_rm=group_rm, reward_key="score", values=values)
+    ask = HookTrial(paths={field: path}, sample=SAMPLE, data=data, group_rm=group_rm, reward_key="score", values=values)
     found = problem_of(field, path, ask)
     assert (says in found) if says else found == ""
 
@@ -140,7 +140,7 @@ def test_functions_of_megatron_are_found_before_the_trainer_loads(tmp_path: Path
     (tmp_path / "sound.py").write_text("def init(core):\n    return None\n")
 
     def said(path: str) -> str:
-        return problem_of("custom_megatron_init_path", path, Ask(paths={}, sample=SAMPLE))
+        return problem_of("custom_megatron_init_path", path, HookTrial(paths={}, sample=SAMPLE))
 
     assert said("sound.init") == "" and said("of_mine.init") == ""
     assert said("nope.f") == "cannot be loaded: No module named 'nope'. Give package.module.function or file.py:function."
@@ -150,7 +150,7 @@ def test_functions_of_megatron_are_found_before_the_trainer_loads(tmp_path: Path
 
 def test_an_environment_is_called_in_no_loop_also_by_a_program_that_is_tried() -> None:
     paths = {"custom_generate_function_path": f"{__name__}.visits", "environment_path": f"{__name__}.LoopOfItsOwn"}
-    ask = Ask(paths=paths, sample=SAMPLE)
+    ask = HookTrial(paths=paths, sample=SAMPLE)
     assert [problem_of(field, path, ask) for field, path in paths.items()] == ["", ""]
 
 
@@ -167,7 +167,7 @@ def reward(sample):
 
 def test_what_a_hook_prints_starts_or_leaves_running_does_not_stand_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "busy.py").write_text(f"PIDS = {str(tmp_path / 'pid')!r}\n{BUSY}")
-    ask = Ask(paths={"custom_rm_path": f"{tmp_path}/busy.py:reward"}, sample=SAMPLE)
+    ask = HookTrial(paths={"custom_rm_path": f"{tmp_path}/busy.py:reward"}, sample=SAMPLE)
     hooks._try("miles_async.launcher.try_hooks", "custom_rm_path", msgspec.json.encode(ask))
     assert not is_alive(int((tmp_path / "pid").read_text()))
 

@@ -24,7 +24,7 @@ from miles_async.console.doctor.diagnosis import diagnose
 from miles_async.console.scene import read_scene
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
-from miles_async.console.web.state import Word, state_of
+from miles_async.console.web.state import DoctorWord, state_of
 from miles_async.settings.runs import write_run_file
 from tests.miles_async.console_data import Story, config, step_done, task
 from tests.miles_async.web_house import console
@@ -85,7 +85,7 @@ async def test_a_run_whose_actors_all_fell_silent_is_an_alarm_and_not_an_end(red
         await story.begin()
         seen, said = await read_snapshot(bus), {"total_steps": 3, "settings": {}}
         silent = replace(seen, actors=tuple(replace(a, age_s=60.0) for a in seen.actors))
-        word = Word(tuple(diagnose(replace(await read_scene(bus), snapshot=silent))), {}, seen.wall)
+        word = DoctorWord(tuple(diagnose(replace(await read_scene(bus), snapshot=silent))), {}, seen.wall)
         fell = state_of(silent, History(), Looks(), word, **said)
         assert not fell["run"]["ended"] and "silent for 1:00" in fell["why"]["text"]
         assert sum(a["level"] == "error" and a["now"] for a in fell["alarms"]) > 5

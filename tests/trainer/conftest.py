@@ -21,7 +21,7 @@ from actors.trainer.backend import BackendConfig, BatchSample, StepBatch
 from actors.trainer.objective import TrainSample
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.ranked import RankedBackend
-from actors.trainer.training.saving import Checkpoint
+from actors.trainer.training.saving import RankedCheckpoint
 from actors.trainer.training.state import TrainingState
 from actors.trainer.transports.files import copied
 from bus.messages.policy import WeightManifest
@@ -176,7 +176,7 @@ def served(backend: RankedBackend) -> dict[str, torch.Tensor]:
     return {name: t.clone() for bucket in backend.export(1 << 20) for name, t in bucket}
 
 
-def saved(backend: RankedBackend, directory: Path) -> Checkpoint:
+def saved(backend: RankedBackend, directory: Path) -> RankedCheckpoint:
     """A complete checkpoint in `directory`."""
     directory.mkdir(exist_ok=True)
     checkpoint = backend.save(directory)

@@ -16,7 +16,7 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend, attention, core
 from actors.trainer.torch_backend.compiled import UNGUARDED, compile_layers
-from actors.trainer.torch_backend.layout import Layout, PackedBatch
+from actors.trainer.torch_backend.layout import PackedBatch, PackedLayout
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it looks at activations
@@ -133,7 +133,7 @@ def test_a_kernel_that_cannot_run_is_refused(name: str) -> None:
 def test_gradients_of_the_flash_operator_are_those_of_padded_attention() -> None:
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8, generator=g, requires_grad=True) for heads in (4, 2, 2))
-    layout = Layout(torch.tensor([0, 4, 9], dtype=torch.int32), 2, 5, torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9]))
+    layout = PackedLayout(torch.tensor([0, 4, 9], dtype=torch.int32), 2, 5, torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9]))
     grad, found = torch.randn(9, 4, 8, generator=g), []
     for attend in (attention.attend, attention.padded_attention):
         out = attend(q, k, v, layout, 0.3)

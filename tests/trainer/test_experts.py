@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.training.wire import Step, decode, encode
+from actors.trainer.training.wire import StepOrder, decode, encode
 from tests.trainer.conftest import SHAPE, backend_config, files_of, published
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
@@ -147,8 +147,8 @@ def test_damaged_experts_cost_their_sample_the_replay_and_nothing_else(moe: Path
     tokens = sum(len(s.prompt_tokens) + len(s.response_tokens) - 1 for s in batch.samples)
     assert result.metrics["train/routing_fallback_tokens"] == tokens - 1
     assert all(result.trained_tokens)
-    sent = decode(encode(Step.of(batch)))
-    assert isinstance(sent, Step)
+    sent = decode(encode(StepOrder.of(batch)))
+    assert isinstance(sent, StepOrder)
     again = sent.arrived()
     for here, there in zip(batch.samples, again.samples, strict=True):
         assert (here.experts is None and there.experts is None) or np.array_equal(here.experts, there.experts)

@@ -21,10 +21,10 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import BackendConfig, BatchRefused, StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.training.files import hash_tensors, read_index
-from actors.trainer.training.ranked import Follower, RankedBackend
+from actors.trainer.training.ranked import FollowingRank, RankedBackend
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.state import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIMIZER, StateFiles
-from actors.trainer.training.wire import Save, Step, decode, encode
+from actors.trainer.training.wire import Save, StepOrder, decode, encode
 from bus.errors import CheckpointRefused
 from bus.messages.samples import Picture
 from tests import sights
@@ -331,14 +331,14 @@ def test_a_step_travels_as_msgpack(make_batch: Batch) -> None:
     batch = make_batch(3, lr=1e-4)
     for sample in batch.samples[:2]:
         sample.pictures = ((Picture(blob="b", at=1, n=4, grid=(1, 4, 4)), b"png"),)
-    sent = encode(Step.of(batch))
+    sent = encode(StepOrder.of(batch))
     assert sent.count(b"png") == 1, "a picture that samples share"
     again = decode(sent)
-    assert isinstance(again, Step)
+    assert isinstance(again, StepOrder)
     back = again.arrived()
     assert (back.step, back.seed, back.knobs) == (batch.step, batch.seed, batch.knobs)
     np.testing.assert_equal(list(map(asdict, back.samples)), list(map(asdict, batch.samples)))
-    assert encode(Step.of(back)) == encode(Step.of(batch))
+    assert encode(StepOrder.of(back)) == encode(StepOrder.of(batch))
     with pytest.raises(msgspec.MsgspecError):
         decode(b"\x80\x04K\x01.")
 
@@ -353,7 +353,7 @@ def test_a_follower_lets_go_of_its_copy_of_a_checkpoint_when_that_is_written(tmp
             copies.append(weakref.ref(made))
             return made
 
-    Follower(Ranks())._obey(cast("Any", Library()), Save(str(tmp_path)))
+    FollowingRank(Ranks())._obey(cast("Any", Library()), Save(str(tmp_path)))
     for writing in [thread for thread in threading.enumerate() if thread.name == "checkpoint"]:
         writing.join(STOP_DEADLINE_S)
     assert copies[0]() is None

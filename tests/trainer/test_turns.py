@@ -19,7 +19,7 @@ from actors.trainer import turns
 from actors.trainer.backends import NoTraining
 from actors.trainer.lender import LOOK_S, Lender
 from actors.trainer.spec import TurnSpec
-from actors.trainer.turns import Turns
+from actors.trainer.turns import GpuTurns
 from bus import Bus
 from bus.messages.control import Event, Vitals
 from bus.messages.policy import Turn
@@ -43,7 +43,7 @@ async def taking(bus: Bus) -> AsyncIterator[asyncio.Event]:
 
     async def body(context: Context, spec: TurnSpec) -> None:
         context.draining.set()
-        await Turns(context, spec, NoTraining(), in_thread).take()
+        await GpuTurns(context, spec, NoTraining(), in_thread).take()
         taken.set()
 
     async with running(bus, "trainer", body, TurnSpec(workers=("w",), deadline_s=30.0)):
@@ -62,7 +62,7 @@ async def test_gpus_are_lent_for_a_long_wait_with_work_and_come_back_before_the_
         async def in_thread(call: Any, *args: Any) -> Any:
             return call(*args)
 
-        turns = Turns(context, spec, NoTraining(), in_thread)
+        turns = GpuTurns(context, spec, NoTraining(), in_thread)
         lender = Lender(context, spec, turns, intake)
 
         async def look(seconds: float) -> bool:

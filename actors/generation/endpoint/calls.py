@@ -23,7 +23,7 @@ Tool = Mapping[str, Any]
 """A tool as the OpenAI interface describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """One call in text[start:end]. `error`: why it cannot be read, for the model; then name and arguments may be empty."""
 
     start: int
@@ -43,12 +43,12 @@ _BLANKS = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*;\s*")
 
 
-def _hermes(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
+def _hermes(text: str, _tools: Sequence[Tool]) -> Iterator[ToolCall]:
     for found in _HERMES.finditer(text):
         yield _from_json(found["body"], found.start(), found.end(), "arguments")
 
 
-def _glm(text: str, tools: Sequence[Tool]) -> Iterator[Call]:
+def _glm(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
     for found in _HERMES.finditer(text):
         name, mark, _ = found["body"].partition(_KEY)
         name = name.strip()
@@ -56,10 +56,10 @@ def _glm(text: str, tools: Sequence[Tool]) -> Iterator[Call]:
         pairs = list(_pairs(found["body"]))
         arguments = {key.strip(): value if key.strip() in texts else _value(value) for key, value in pairs}
         error = "" if re.fullmatch(r"[\w.-]+", name) and bool(mark) == bool(pairs) else f"not a call: {_short(found['body'])}"
-        yield Call(found.start(), found.end(), name, arguments, error)
+        yield ToolCall(found.start(), found.end(), name, arguments, error)
 
 
-def _deepseek(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
+def _deepseek(text: str, _tools: Sequence[Tool]) -> Iterator[ToolCall]:
     for found in _DEEPSEEK.finditer(text):
         head, mark, tail = found["body"].partition("<｜tool▁sep｜>")
         name = head.strip()
@@ -68,12 +68,12 @@ def _deepseek(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
         _, fenced, inside = tail.partition(_FENCE)
         body = (inside.removeprefix("json").partition(_FENCE)[0] if fenced else tail).strip()
         if not mark:
-            yield Call(found.start(), found.end(), error=f"no name before the arguments in {_short(found['body'])}")
+            yield ToolCall(found.start(), found.end(), error=f"no name before the arguments in {_short(found['body'])}")
         else:
             yield _with_arguments(name.strip(), body, found.start(), found.end())
 
 
-def _llama3(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
+def _llama3(text: str, _tools: Sequence[Tool]) -> Iterator[ToolCall]:
     at = text.find(_PYTHON_TAG)
     begin = at if at >= 0 else len(text) - len(text.lstrip())
     at = at + len(_PYTHON_TAG) if at >= 0 else begin
@@ -89,14 +89,14 @@ def _llama3(text: str, _tools: Sequence[Tool]) -> Iterator[Call]:
         begin, at = end, rest.end()
 
 
-FORMATS: Mapping[str, Callable[[str, Sequence[Tool]], Iterator[Call]]] = {
+FORMATS: Mapping[str, Callable[[str, Sequence[Tool]], Iterator[ToolCall]]] = {
     "hermes": _hermes,
     "llama3": _llama3,
     "deepseek": _deepseek,
     "glm": _glm,
-    "qwen3_coder": lambda text, tools: starmap(Call, dialects.qwen3_coder(text, tools)),
-    "gpt-oss": lambda text, tools: starmap(Call, dialects.gpt_oss(text, tools)),
-    "lfm2": lambda text, tools: starmap(Call, dialects.lfm2(text, tools)),
+    "qwen3_coder": lambda text, tools: starmap(ToolCall, dialects.qwen3_coder(text, tools)),
+    "gpt-oss": lambda text, tools: starmap(ToolCall, dialects.gpt_oss(text, tools)),
+    "lfm2": lambda text, tools: starmap(ToolCall, dialects.lfm2(text, tools)),
 }
 """By name. hermes is also what Qwen2.5 and Qwen3 write."""
 OPENINGS = {"hermes": "<tool_call>", "glm": "<tool_call>", "llama3": _PYTHON_TAG, "deepseek": "<｜tool▁calls▁begin｜>"}
@@ -104,16 +104,17 @@ OPENINGS |= {"qwen3_coder": "<tool_call>", "gpt-oss": "<|start|>assistant to=", 
 """Where the text of an answer ends and its calls begin."""
 
 
-def parse(text: str, kind: str, tools: Sequence[Tool] = ()) -> list[Call]:
+def parse(text: str, kind: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
     """The calls in `text`, in order; behind MOST_CALLS of them one that says so. `tools`: those on offer; they tell texts from
     numbers where a format does not."""
     calls = list(islice(FORMATS[kind](text, tools), MOST_CALLS + 1))
     if len(calls) > MOST_CALLS:
-        calls[-1] = Call(calls[-1].start, len(text), error=f"an answer has at most {MOST_CALLS} calls; the others were not made")
+        error = f"an answer has at most {MOST_CALLS} calls; the others were not made"
+        calls[-1] = ToolCall(calls[-1].start, len(text), error=error)
     return calls
 
 
-def without(text: str, calls: Sequence[Call]) -> str:
+def without(text: str, calls: Sequence[ToolCall]) -> str:
     """What `text` says beside its calls, without blanks around it."""
     parts, at = [], 0
     for call in calls:
@@ -122,7 +123,7 @@ def without(text: str, calls: Sequence[Call]) -> str:
     return _DEEPSEEK_FRAME.sub("", "".join((*parts, text[at:]))).strip()
 
 
-def fault(call: Call, tools: Sequence[Tool]) -> str:
+def fault(call: ToolCall, tools: Sequence[Tool]) -> str:
     """Why this call cannot be made, for the model; empty = it can."""
     names = [tool["function"]["name"] for tool in tools]
     if call.error:
@@ -139,32 +140,32 @@ def fault(call: Call, tools: Sequence[Tool]) -> str:
     return ""
 
 
-def _from_json(body: str, start: int, end: int, key: str) -> Call:
+def _from_json(body: str, start: int, end: int, key: str) -> ToolCall:
     try:
         value = read(body)
     except ValueError as error:
-        return Call(start, end, error=f"{error} in {_short(body)}")
+        return ToolCall(start, end, error=f"{error} in {_short(body)}")
     function = value.get("function") if isinstance(value, dict) else None
     value = function if isinstance(function, dict) else value
     if not isinstance(value, dict) or not isinstance(value.get("name", function), str):
-        return Call(start, end, error=f"no name in {_short(body)}")
+        return ToolCall(start, end, error=f"no name in {_short(body)}")
     name = str(value.get("name", function))
     arguments = value.get(key, value.get("arguments", value.get("parameters", {})))
     if isinstance(arguments, str):
         return _with_arguments(name, arguments, start, end)
     if not isinstance(arguments, dict):
-        return Call(start, end, name, error=f"the arguments of {_short(name)} are no object: {_short(body)}")
-    return Call(start, end, name, arguments)
+        return ToolCall(start, end, name, error=f"the arguments of {_short(name)} are no object: {_short(body)}")
+    return ToolCall(start, end, name, arguments)
 
 
-def _with_arguments(name: str, body: str, start: int, end: int) -> Call:
+def _with_arguments(name: str, body: str, start: int, end: int) -> ToolCall:
     try:
         arguments = read(body or "{}")
     except ValueError as error:
-        return Call(start, end, name, error=f"{error} in {_short(body)}")
+        return ToolCall(start, end, name, error=f"{error} in {_short(body)}")
     if not isinstance(arguments, dict):
-        return Call(start, end, name, error=f"the arguments of {_short(name)} are no object: {_short(body)}")
-    return Call(start, end, name, arguments)
+        return ToolCall(start, end, name, error=f"the arguments of {_short(name)} are no object: {_short(body)}")
+    return ToolCall(start, end, name, arguments)
 
 
 def _value(text: str) -> Any:

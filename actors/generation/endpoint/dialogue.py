@@ -28,15 +28,17 @@ class BadMessages(Exception):
     """What a client sent are no messages of the OpenAI interface."""
 
 
-class Turn:
+class DialogueTurn:
     """One answer of the model: `segment` behind `context`, the tokens behind `parent`'s (of a root: the whole prompt)."""
 
-    def __init__(self, parent: Turn | None, context: list[int], segment: Segment, tools: str, messages: list[Message]) -> None:
+    def __init__(
+        self, parent: DialogueTurn | None, context: list[int], segment: Segment, tools: str, messages: list[Message]
+    ) -> None:
         self.parent, self.context, self.segment, self.tools, self.messages = parent, context, segment, tools, messages
         self.children = 0
 
     @property
-    def path(self) -> list[Turn]:
+    def path(self) -> list[DialogueTurn]:
         """From the root to here."""
         found = [self]
         while found[-1].parent is not None:
@@ -49,10 +51,10 @@ class Turn:
         return [token for turn in self.path for part in (turn.context, turn.segment.tokens) for token in part]
 
 
-class Place:
+class CallPlace:
     """Where the answer to a call goes. `tokens`: all that the model sees."""
 
-    def __init__(self, parent: Turn | None, context: list[int], tools: str, messages: list[Message]) -> None:
+    def __init__(self, parent: DialogueTurn | None, context: list[int], tools: str, messages: list[Message]) -> None:
         self.parent, self.context, self.tools, self.messages = parent, context, tools, messages
         self.tokens = [*(parent.tokens if parent is not None else ()), *context]
 
@@ -62,13 +64,13 @@ class Dialogues:
 
     def __init__(self, chat: Chat, stops: Collection[int] = ()) -> None:
         self._chat, self._stops = chat, stops
-        self._turns: list[Turn] = []
-        self._ended_by: dict[int, Turn] = {}  # hash of a dialogue that ends with our message -> the turn
+        self._turns: list[DialogueTurn] = []
+        self._ended_by: dict[int, DialogueTurn] = {}  # hash of a dialogue that ends with our message -> the turn
         self.opened: Counter[Opened] = Counter()
         self.branches = 0
         """Answers beside another one to the same history: asked for (`n`), or asked for again."""
 
-    def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> Place:
+    def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> CallPlace:
         """Where an answer to `messages` (as `plain` gives them) goes. Raises BadChat."""
         offered = json.dumps(list(tools), sort_keys=True) if tools else ""
         turn = self._known(messages)
@@ -77,27 +79,27 @@ class Dialogues:
             said = [*turn.messages, *messages[len(turn.messages) :]]  # as we returned it: clients trim
             try:
                 behind = self._chat.follow(turn.messages, said, turn.segment.tokens, tools, stops=self._stops)
-                return Place(turn, behind, offered, said)
+                return CallPlace(turn, behind, offered, said)
             except NotAppendOnly:
                 why = "template"
         elif turn is not None:
             why = "tools"
         elif self._turns:
             why = "rewritten" if any(message["role"] == "assistant" for message in messages) else "beside"
-        place = Place(None, self._chat.render(messages, tools), offered, list(messages))
+        place = CallPlace(None, self._chat.render(messages, tools), offered, list(messages))
         self.opened[why] += 1
         return place
 
-    def take(self, place: Place, segment: Segment, reply: Message) -> None:
+    def take(self, place: CallPlace, segment: Segment, reply: Message) -> None:
         """The answer there: what the model made, and the message that the client gets for it."""
-        turn = Turn(place.parent, place.context, segment, place.tools, [*place.messages, plain([reply])[0]])
+        turn = DialogueTurn(place.parent, place.context, segment, place.tools, [*place.messages, plain([reply])[0]])
         if place.parent is not None:
             self.branches += place.parent.children > 0
             place.parent.children += 1
         self._turns.append(turn)
         self._ended_by[_hashes(turn.messages)[-1]] = turn
 
-    def _known(self, messages: Sequence[Message]) -> Turn | None:
+    def _known(self, messages: Sequence[Message]) -> DialogueTurn | None:
         """The last of our turns that `messages` go on behind."""
         hashes = _hashes(messages)
         for index in range(len(messages) - 2, -1, -1):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from actors.generation.endpoint.calls import Call, without
+from actors.generation.endpoint.calls import ToolCall, without
 from actors.generation.rollouts.session import Segment
 from bus.errors import UNREADABLE
 from bus.messages.samples import Sampling
@@ -101,7 +101,7 @@ def sampling_of(body: ChatBody, given: Sampling, *, as_asked: bool) -> tuple[Sam
     return (msgspec.structs.replace(sampling, **other), False) if as_asked else (sampling, bool(other))
 
 
-def message_of(text: str, calls: Sequence[Call], prefix: str) -> Json:
+def message_of(text: str, calls: Sequence[ToolCall], prefix: str) -> Json:
     """The assistant's message: what it says before its calls, and these. Calls that cannot be read stay text, for the client to
     judge. `prefix`: of the calls' ids."""
     if not calls or any(call.error for call in calls):

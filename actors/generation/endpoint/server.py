@@ -18,9 +18,9 @@ from aiohttp import web
 
 from actors.generation.endpoint import request as wire
 from actors.generation.endpoint.calls import OPENINGS, parse
-from actors.generation.endpoint.dialogue import BadMessages, Dialogues, Message, Place, plain
+from actors.generation.endpoint.dialogue import BadMessages, CallPlace, Dialogues, Message, plain
 from actors.generation.endpoint.request import BadRequest, ChatBody
-from actors.generation.endpoint.stream import Stream, head_of
+from actors.generation.endpoint.stream import AnswerStream, head_of
 from actors.generation.endpoint.toolloop import within
 from actors.generation.rollouts.session import Segment, Session, Task
 from actors.generation.rollouts.stops import Growing
@@ -148,7 +148,7 @@ class Endpoint:
         if overruled:
             self._count("sampling_overruled")
         number, episode.answers = episode.answers, episode.answers + 1
-        stream = Stream(http, self._model, number, body, sampling.stop or ()) if body.stream else None
+        stream = AnswerStream(http, self._model, number, body, sampling.stop or ()) if body.stream else None
         made = await asyncio.gather(
             *(self._answer(episode, body, place, sampling, number, index, stream) for index in range(body.n or 1))
         )
@@ -168,7 +168,8 @@ class Endpoint:
         return web.json_response(head_of(self._model, number, "chat.completion") | {"choices": choices, "usage": usage})
 
     async def _answer(
-        self, episode: Episode, body: ChatBody, place: Place, sampling: Sampling, number: int, index: int, stream: Stream | None
+        self, episode: Episode, body: ChatBody, place: CallPlace, sampling: Sampling, number: int, index: int,
+        stream: AnswerStream | None,
     ) -> tuple[Segment, Message]:
         """One turn of the model, and the message it is for the client."""
         growing = Growing(self._chat.decode)
@@ -200,7 +201,7 @@ class Endpoint:
         return [self._chat.decode([token]) for token in segment.tokens]
 
 
-def _placed(episode: Episode, raw: bytes) -> tuple[ChatBody, Place]:
+def _placed(episode: Episode, raw: bytes) -> tuple[ChatBody, CallPlace]:
     """A body, and where its answer goes. Raises BadRequest, BadMessages, BadChat."""
     body = wire.read(raw)
     return body, episode.dialogues.place(plain(body.messages), body.offered)

@@ -20,7 +20,7 @@ def head_of(model: str, number: int, kind: str) -> Json:
     return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": model}
 
 
-class Stream:
+class AnswerStream:
     """An answer sent as it is made, as server-sent events."""
 
     def __init__(self, http: web.Request, model: str, number: int, body: ChatBody, stops: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from actors.generation.endpoint.calls import Call, fault, parse
+from actors.generation.endpoint.calls import ToolCall, fault, parse
 from actors.generation.rollouts.session import Segment, Session, Task, Trajectory, env
 from actors.runtime.chat import BadChat, Chat
 from actors.runtime.template import ASKED, call_id, calling
@@ -54,7 +54,7 @@ class ToolLoop:
             tokens += [*made.tokens, *heard]
         return [Trajectory(task.prompt, segments, response=text)]
 
-    def _heard(self, made: Segment, calls: Sequence[Call], answers: Sequence[Any], task: Task) -> list[int]:
+    def _heard(self, made: Segment, calls: Sequence[ToolCall], answers: Sequence[Any], task: Task) -> list[int]:
         """What the template puts behind the model's own tokens, which are not rendered: calls of the same tools stand for them. A
         template that takes one call at a time is shown the first one."""
         known = [tool["function"]["name"] for tool in self._toolbox.specs]

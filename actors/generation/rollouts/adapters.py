@@ -44,13 +44,13 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
         return ours
 
     async def program(task: Task, session: Session) -> list[Trajectory]:
-        sample, turns = MilesSample.of(task, task.prompt), list[Said]()
+        sample, turns = MilesSample.of(task, task.prompt), list[AnsweredCall]()
 
         async def post(url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
             """One call of the engine, as SGLang's /generate is called and answers."""
             asked = list(payload["input_ids"])
             turn = await session.generate(asked, sampling_of(session.task, payload))
-            turns.append(Said(asked, turn))
+            turns.append(AnsweredCall(asked, turn))
             return answer_of(turn, decode)
 
         args = SimpleNamespace(**{**values(), "post": post, "tell": session.tell})
@@ -78,7 +78,7 @@ def program_of(path: str, values: Values, decode: Decode) -> Program:
     return program
 
 
-class Said(NamedTuple):
+class AnsweredCall(NamedTuple):
     """A call of the engine that was answered. `asked`: the tokens before the answer; `owner`: whose session made it."""
 
     asked: list[int]
@@ -115,7 +115,7 @@ def answer_of(turn: Segment, decode: Decode) -> dict[str, Any]:
 
 
 def trajectory_of(
-    sample: Any, task: Task, turns: list[Said], own: Callable[[Said], Segment] = lambda said: said.turn
+    sample: Any, task: Task, turns: list[AnsweredCall], own: Callable[[AnsweredCall], Segment] = lambda said: said.turn
 ) -> Trajectory:
     """A sample that a function of Miles' filled. Its tokens with mask 1 are found among `turns`, which they are taken out of; `own`
     makes a turn that was found one of this sample's session. Raises Poison."""
@@ -150,7 +150,7 @@ def trajectory_of(
     return Trajectory(tokens[:begin], segments, sample.reward, metadata)
 
 
-def _found(before: list[int], run: list[int], turns: list[Said]) -> Said | None:
+def _found(before: list[int], run: list[int], turns: list[AnsweredCall]) -> AnsweredCall | None:
     """The turn that `run` begins with, or that begins with all of `run`, taken out: best one that answers just the tokens before,
     and the longest that is wholly there."""
     fitting = [s for s in turns if s.turn.tokens and s.turn.tokens[: len(run)] == run[: len(s.turn)]]

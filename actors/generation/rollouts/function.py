@@ -19,8 +19,8 @@ import msgspec
 from aiohttp import web
 
 from actors.generation.rollouts import Program, Segment, Task, Trajectory, single
-from actors.generation.rollouts.adapters import Said, answer_of, program_of, sampling_of, trajectory_of
-from actors.generation.rollouts.held import Group, Seat, seat_of
+from actors.generation.rollouts.adapters import AnsweredCall, answer_of, program_of, sampling_of, trajectory_of
+from actors.generation.rollouts.held import HeldGroup, HeldSample, seat_of
 from actors.generation.rollouts.programs import LeftOut, ProgramFailed
 from actors.generation.spec import GenerationSpec
 from actors.runtime.child import PYTHON, Child
@@ -29,7 +29,7 @@ from actors.runtime.deadline import beside, within
 from actors.runtime.listener import Listener, http_log
 from actors.runtime.miles import Decode, MilesSample
 from actors.runtime.prompts import decoder_of
-from actors.runtime.refusals import Row, RunEnds
+from actors.runtime.refusals import RunEnds, Streak
 from actors.runtime.whole import said
 from bus.errors import Poison
 
@@ -71,8 +71,8 @@ class RolloutFunction:
     ) -> None:  # fmt: skip
         self._context, self._path, self._beside, self._values = context, path, beside, values
         self._decode, self._deadline_s = decode, deadline_s
-        self._row = Row(context.clock.monotonic, str(self), "Mend it.", most=MOST_FAILED)
-        self._groups: list[Group] = []
+        self._row = Streak(context.clock.monotonic, str(self), "Mend it.", most=MOST_FAILED)
+        self._groups: list[HeldGroup] = []
         self._ending: set[_Ends] = set()
         self._left: set[str] = set()  # groups that went elsewhere since the function was called
         self._took = False  # since then
@@ -98,9 +98,9 @@ class RolloutFunction:
         known = [g for g in self._groups if g.key.partition("~")[0] == task.group_id]
         group = next((g for g in known if not g.taken), None)
         if group is None:
-            group = Group(f"{task.group_id}~{len(known)}" if known else task.group_id)
+            group = HeldGroup(f"{task.group_id}~{len(known)}" if known else task.group_id)
             self._groups.append(group)
-        seat = group.seats[task.index] = Seat(task, session, group)
+        seat = group.seats[task.index] = HeldSample(task, session, group)
         self._tell()
         try:
             return await seat.done
@@ -114,7 +114,7 @@ class RolloutFunction:
         self._news.set()
         self._news = asyncio.Event()
 
-    def _send_away(self, group: Group, first: Seat) -> None:
+    def _send_away(self, group: HeldGroup, first: HeldSample) -> None:
         """One sample leaves this worker, and with it all of its group."""
         self._groups.remove(group)
         self._left.add(group.key)
@@ -126,7 +126,7 @@ class RolloutFunction:
                 seat.session.leave(first.session.reason or "drain")
         self._tell()
 
-    def _close(self, group: Group, error: Exception) -> None:
+    def _close(self, group: HeldGroup, error: Exception) -> None:
         self._groups.remove(group)
         for seat in group.seats.values():
             if not seat.done.done():
@@ -247,7 +247,7 @@ class RolloutFunction:
             self._groups.insert(0, group)
         self._tell()
 
-    def _named(self, parts: list[list[dict[str, Any]]]) -> Group | None:
+    def _named(self, parts: list[list[dict[str, Any]]]) -> HeldGroup | None:
         """The group that these are of; None for one that went elsewhere meanwhile. Raises Wrong."""
         keys = {str(fields["group_index"]) for part in parts for fields in part}
         key = keys.pop() if len(keys) == 1 else None
@@ -266,8 +266,8 @@ class RolloutFunction:
         """What it returned leaves as made; what it holds still was left out. Raises Wrong, Poison."""
         if not self._took and not groups:
             raise Wrong("no group, and asked data_source for none")
-        found: list[tuple[Seat, list[Trajectory]]] = []
-        done: list[Group] = []
+        found: list[tuple[HeldSample, list[Trajectory]]] = []
+        done: list[HeldGroup] = []
         for parts in groups:
             group = self._named(parts)
             if group is None:
@@ -326,7 +326,7 @@ class RolloutFunction:
             call.cancel()
         if call.cancelled():
             return aborted
-        seat.turns.append(Said(ids, call.result(), seat))
+        seat.turns.append(AnsweredCall(ids, call.result(), seat))
         answer = answer_of(call.result(), self._decode)
         if ends.asked:
             answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "as asked"}

@@ -29,11 +29,11 @@ SENT = ("tokens", "response_length", "loss_mask", "reward", "metadata", "status"
 """Of a sample that the function gives back, what its worker reads."""
 
 
-class Wrong(Exception):
+class WrongReturn(Exception):
     """What the function returned cannot be used."""
 
 
-class Calls:
+class WorkerCalls:
     """The worker, as the function's process calls it."""
 
     def __init__(self, url: str, key: str) -> None:
@@ -47,11 +47,11 @@ class Calls:
             return msgspec.msgpack.decode(answer.read())
 
 
-class Source:
+class FunctionSource:
     """Miles' data source. Groups are lists of samples; `get_samples` waits until there are as many as asked for, or no more
     come."""
 
-    def __init__(self, call: Calls) -> None:
+    def __init__(self, call: WorkerCalls) -> None:
         self._call = call
 
     def get_samples(self, num_samples: int) -> list[list[MilesSample]]:
@@ -83,22 +83,22 @@ def encoded(groups: Any) -> bytes:
             return value.value
         if hasattr(value, "tolist"):
             return value.tolist()
-        raise Wrong(f"a sample with {type(value).__name__} {str(value)[:60]!r}, which cannot be sent")
+        raise WrongReturn(f"a sample with {type(value).__name__} {str(value)[:60]!r}, which cannot be sent")
 
     try:
         return msgspec.msgpack.encode(groups, enc_hook=plain)
     except (ValueError, OverflowError, RecursionError, TypeError) as error:  # no Unicode, too large, too deep
-        raise Wrong(f"samples that cannot be sent: {named(error)}") from error
+        raise WrongReturn(f"samples that cannot be sent: {named(error)}") from error
 
 
 def sent(groups: Any) -> list[list[list[dict[str, Any]]]]:
     """Groups of samples, each one as a list of its trajectories. Raises Wrong."""
     if not isinstance(groups, list | tuple):
-        raise Wrong(f"{type(groups).__name__} where a list of groups belongs, each a list of samples")
+        raise WrongReturn(f"{type(groups).__name__} where a list of groups belongs, each a list of samples")
     found = []
     for group in groups:
         if not isinstance(group, list | tuple) or not group:
-            raise Wrong(f"{type(group).__name__} {str(group)[:60]!r} where a group belongs, a list of samples")
+            raise WrongReturn(f"{type(group).__name__} {str(group)[:60]!r} where a group belongs, a list of samples")
         parts = [list(one) if isinstance(one, list | tuple) else [one] for one in group]
         found.append([[_fields(sample) for sample in part] for part in parts])
     return found
@@ -106,7 +106,7 @@ def sent(groups: Any) -> list[list[list[dict[str, Any]]]]:
 
 def _fields(sample: Any) -> dict[str, Any]:
     if missing := [name for name in ("tokens", "response_length", "group_index") if not hasattr(sample, name)]:
-        raise Wrong(f"{type(sample).__name__} {str(sample)[:60]!r} without {', '.join(missing)} where a sample belongs")
+        raise WrongReturn(f"{type(sample).__name__} {str(sample)[:60]!r} without {', '.join(missing)} where a sample belongs")
     given = {name: getattr(sample, name, None) for name in SENT}
     return given | {"metadata": given["metadata"] or {}, "response": given["response"] or ""}
 
@@ -115,8 +115,8 @@ def main() -> None:
     """Until the function raises, or the worker ends."""
     lose_prints()
     path, url = sys.argv[1:]
-    call, loop = Calls(url, sys.stdin.readline().strip()), asyncio.new_event_loop()
-    source, address = Source(call), urlsplit(url)
+    call, loop = WorkerCalls(url, sys.stdin.readline().strip()), asyncio.new_event_loop()
+    source, address = FunctionSource(call), urlsplit(url)
     hook: Any = None
     function: Any = None
     result: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def main() -> None:
                 found = loop.run_until_complete(awaited(found))
             result = {"groups": msgspec.Raw(encoded(sent(getattr(found, "samples", found))))}
         except BaseException as error:  # noqa: BLE001 - it is told to the worker
-            call("next", error=f"returned {error}" if isinstance(error, Wrong) else said(error))
+            call("next", error=f"returned {error}" if isinstance(error, WrongReturn) else said(error))
             return
 
 

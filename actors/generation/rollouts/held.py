@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.generation.rollouts import Segment, Task, Trajectory
-from actors.generation.rollouts.adapters import Said
+from actors.generation.rollouts.adapters import AnsweredCall
 from actors.generation.rollouts.live import Live
 from actors.runtime.miles import MilesSample
 
 
-class Seat:
+class HeldSample:
     """A sample that is here. `filled`: what the function had made of it when it gave it back."""
 
-    def __init__(self, task: Task, session: Live, group: Group) -> None:
+    def __init__(self, task: Task, session: Live, group: HeldGroup) -> None:
         self.task, self.session, self.group = task, session, group
         self.done: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
-        self.turns: list[Said] = []
+        self.turns: list[AnsweredCall] = []
         self.calls: set[asyncio.Future[Segment]] = set()
         self.filled: dict[str, Any] = {}
 
@@ -26,21 +26,21 @@ class Seat:
         sample = MilesSample.of(self.task, self.task.prompt, group_index=self.group.key, session_id=self.task.sample_id)
         return vars(sample) | {"status": "pending"} | self.filled
 
-    def own(self, found: Said) -> Segment:
+    def own(self, found: AnsweredCall) -> Segment:
         """A turn that was found in this sample."""
         found.owner.turns = [one for one in found.owner.turns if one is not found]
         return found.turn if found.owner is self else self.session.adopt(found.turn, found.owner.session)
 
 
-class Group:
+class HeldGroup:
     """Samples of a prompt. `key`: what the function calls it."""
 
     def __init__(self, key: str) -> None:
         self.key, self.taken = key, False
-        self.seats: dict[int, Seat] = {}
+        self.seats: dict[int, HeldSample] = {}
 
     @property
-    def in_order(self) -> list[Seat]:
+    def in_order(self) -> list[HeldSample]:
         return [self.seats[index] for index in sorted(self.seats)]
 
     @property
@@ -48,13 +48,13 @@ class Group:
         return len(self.seats) == next(iter(self.seats.values())).task.n_samples
 
 
-def seat_of(ids: list[int], rid: str, held: Sequence[Seat]) -> Seat | None:
+def seat_of(ids: list[int], rid: str, held: Sequence[HeldSample]) -> HeldSample | None:
     """Whose call these tokens are: the sample that is named, else the one whose turns they go on from furthest, else of those with
     this prompt one that has asked least."""
     if named := [seat for seat in held if seat.task.sample_id == rid]:
         return named[0]
 
-    def known(seat: Seat) -> int:
+    def known(seat: HeldSample) -> int:
         histories = (one.asked + one.turn.tokens for one in seat.turns)
         return max((len(h) for h in histories if ids[: len(h)] == h), default=0)
 

@@ -18,7 +18,7 @@ from actors.generation.rollouts import Program, Segment, Task, Trajectory
 from actors.generation.rollouts.session import Watch
 from actors.generation.rollouts.stops import until, watching
 from actors.generation.rollouts.world import World, Worlds
-from actors.generation.sample import Running, Turn, digest_of, limit_of
+from actors.generation.sample import ModelTurn, Running, digest_of, limit_of
 from actors.generation.turns import Leaves, Turns
 from actors.runtime.contained import contained
 from actors.runtime.faultpoints import fault_point
@@ -164,10 +164,10 @@ class Live:
         sampling = sampling or self.task.sampling
         if sampling.stop:
             watch = watching(self._turns.decode, sampling.stop, watch)
-        more: Callable[[Turn], bool] | None = None
+        more: Callable[[ModelTurn], bool] | None = None
         if watch is not None:
 
-            def more(turn: Turn) -> bool:
+            def more(turn: ModelTurn) -> bool:
                 return not watch(() if getattr(watch, "blind", False) else turn.tokens.tolist())
 
             if turn.tokens and not more(turn):

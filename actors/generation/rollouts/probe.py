@@ -17,7 +17,7 @@ from actors.generation.rollouts.live import Live
 from actors.generation.rollouts.outcome import outcome_of
 from actors.generation.rollouts.programs import LeftOut, ProgramFailed
 from actors.generation.rollouts.world import Worlds
-from actors.generation.sample import Running, Turn
+from actors.generation.sample import ModelTurn, Running
 from actors.generation.turns import Turns
 from actors.runtime.context import Context
 from actors.runtime.hooks import load_hook
@@ -38,7 +38,7 @@ class _Answers:
 
     worker = "probe"
 
-    async def run(self, entry: Entry, running: Running, turn: Turn, sampling: Sampling, more: Any = None) -> None:
+    async def run(self, entry: Entry, running: Running, turn: ModelTurn, sampling: Sampling, more: Any = None) -> None:
         running.take(turn, Chunk([1, 2], [-0.5, -0.5], "1"), VERSIONS)
         turn.finish = "stop"
         if more is not None:

@@ -18,7 +18,7 @@ from actors.generation.turns import Leaves
 from actors.runtime.consume import STOPS
 from actors.runtime.context import Context
 from actors.runtime.miles import Decode
-from actors.runtime.refusals import Row
+from actors.runtime.refusals import Streak
 from actors.runtime.retry import NotItsFault
 from actors.runtime.whole import said
 from bus.errors import Poison, Transient
@@ -57,7 +57,7 @@ class Programs:
         self._deadline_s = deadline_s if (path or program) and not getattr(program, "has_deadline", False) else None
         self.resumable = bool(getattr(self._program, "resumable", True))
         remedy = "Mend the program, or what it talks to."
-        self._failing = Row(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED, spares_s=SPARED_S)
+        self._failing = Streak(context.clock.monotonic, self._name, remedy, most=MOST_FAILED, of=GROUPS_FAILED, spares_s=SPARED_S)
 
     async def play(self, live: Live, attempt: int, settle: Callable[[list[Trajectory]], Outcome]) -> Outcome | Leaves:
         """One run, the `attempt`-th, and what `settle` makes of its trajectories. Raises Transient while attempts are left for what

@@ -24,7 +24,7 @@ class EnvironmentFailed(Exception):
     """The environment raised, or died of this action; the text is its cause."""
 
 
-class Told(Protocol):
+class AskedSession(Protocol):
     """What of a session an environment is asked through."""
 
     async def tell(self, name: str, call: Callable[..., Awaitable[Any]], *args: Any, deadline_s: float) -> Any: ...
@@ -38,7 +38,7 @@ class World:
     be brought to where it was."""
 
     def __init__(
-        self, session: Told, sample_id: str, task: dict[str, Any], ask: Ask, begin_again: Callable[[], Awaitable[Any]], *,
+        self, session: AskedSession, sample_id: str, task: dict[str, Any], ask: Ask, begin_again: Callable[[], Awaitable[Any]], *,
         deadline_s: float,
     ) -> None:  # fmt: skip
         self._session, self._sample_id, self._ask, self._begin_again = session, sample_id, ask, begin_again

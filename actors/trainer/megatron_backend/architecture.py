@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import mapping
-from actors.trainer.megatron_backend.layout import Shape
+from actors.trainer.megatron_backend.layout import ModelShape
 from actors.trainer.megatron_backend.mapping import Rule
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -56,12 +56,14 @@ class Architecture:
         return int(self.transformer.get("num_moe_experts") or 0)
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         """What a layout must divide."""
         t = self.transformer
-        return Shape(heads=t["num_attention_heads"], groups=t["num_query_groups"], layers=t["num_layers"], ffn=t["ffn_hidden_size"],
-                     experts=self.experts, expert_ffn=t.get("moe_ffn_hidden_size") or 0,
-                     shared_ffn=t.get("moe_shared_expert_intermediate_size") or 0)  # fmt: skip
+        return ModelShape(
+            heads=t["num_attention_heads"], groups=t["num_query_groups"], layers=t["num_layers"], ffn=t["ffn_hidden_size"],
+            experts=self.experts, expert_ffn=t.get("moe_ffn_hidden_size") or 0,
+            shared_ffn=t.get("moe_shared_expert_intermediate_size") or 0,
+        )  # fmt: skip
 
     def is_expert_layer(self, n: int) -> bool:
         """Whether layer `n` has experts."""
@@ -110,7 +112,7 @@ class Architecture:
         return of_experts == self.is_expert_layer(n)
 
 
-class Reader:
+class ConfigReader:
     """config.json with what every family shares; a key that is missing and has no default is refused."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.trainer.megatron_backend.packing import PackedSamples, zigzag
 from actors.trainer.torch_backend.attention import attend, pad, unpad
-from actors.trainer.torch_backend.layout import Layout
+from actors.trainer.torch_backend.layout import PackedLayout
 
 
 class Attention(DotProductAttention):
@@ -43,7 +43,7 @@ class Attention(DotProductAttention):
             n, samples, *_ = query.shape
             ends = torch.arange(0, (samples + 1) * n, n, dtype=torch.int32, device=query.device)
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-            return self._attend(q, k, v, Layout(ends, samples, n, None)).view(samples, n, -1).transpose(0, 1)
+            return self._attend(q, k, v, PackedLayout(ends, samples, n, None)).view(samples, n, -1).transpose(0, 1)
         if packed_seq_params is None:
             out: Tensor = super().forward(query, key, value, attention_mask, *args, **kw)
             return out
@@ -56,13 +56,13 @@ class Attention(DotProductAttention):
         q, k, v = (gather_from_sequence_parallel_region(x, group=cp)[order] for x in (query, key, value))
         return self._attend(q, k, v, layout)[mine]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout) -> Tensor:
         if not self.cap and (self.window is None or layout.longest <= self.window + 1):
             return attend(q, k, v, layout, self.softmax_scale)
         return bounded(q, k, v, layout, self.softmax_scale, cap=self.cap, window=self.window)
 
 
-def bounded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, *, cap: float, window: int | None) -> Tensor:
+def bounded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, *, cap: float, window: int | None) -> Tensor:
     """The same by whole matrices of scores, [samples, H, longest, longest]: each score is cap * tanh(score / cap) unless cap is 0,
     and a token sees itself and `window` tokens before it (None: all). q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]."""
     groups, n = k.shape[1], layout.longest

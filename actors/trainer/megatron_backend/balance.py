@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from actors.trainer.megatron_backend.packing import Stream
+from actors.trainer.megatron_backend.packing import PackedStream
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.training.verbs import Work
 
@@ -62,7 +62,7 @@ class Balance:
         dist.all_reduce(sums)  # each rank's tokens are its own
         return {name: value * self._share / self._layers for name, value in zip(self._seen, sums.tolist(), strict=True)}
 
-    def mask(self, micro: Stream, chunk: Any) -> Tensor | None:
+    def mask(self, micro: PackedStream, chunk: Any) -> Tensor | None:
         """bool [1, tokens of this rank]: true for padding. The chunk that embeds cuts its part for sequence parallelism itself, the
         others are told theirs."""
         if get_attr_wrapped_model(chunk, "pre_process") or not self._config.sequence_parallel:

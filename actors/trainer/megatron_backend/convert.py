@@ -25,7 +25,7 @@ from torch import Tensor
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import checkpoint, model, weights
 from actors.trainer.megatron_backend.directory import index, read
-from actors.trainer.megatron_backend.layout import Layout
+from actors.trainer.megatron_backend.layout import RankLayout
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.torch_dist import RELEASE, TRACKER, check, iteration, plain
 from actors.trainer.training.export import TOKENIZER_FILES
@@ -44,7 +44,7 @@ def hf_to_megatron(source: Path, target: Path, say: Callable[[str], None]) -> No
     _room(sum(path.stat().st_size for path in set(files.values())))
     _empty(target)
     with alone():
-        chunks = model.build(arch, Layout(), dtype=dtype)
+        chunks = model.build(arch, RankLayout(), dtype=dtype)
         every = [(rule, rule.names(layer, expert), weight) for rule, layer, expert, weight in weights.weights(chunks, arch)]
         wide: dict[str, torch.dtype] = {}  # by rule: layers lie in one tensor
         for rule, names, weight in every:
@@ -81,7 +81,7 @@ def megatron_to_hf(
     _room(sum(path.stat().st_size for path in folder.glob("*.distcp")))
     _empty(target)
     with alone():
-        chunks = model.build(arch, Layout(), dtype=dtype)
+        chunks = model.build(arch, RankLayout(), dtype=dtype)
         for rule, _, _, weight in weights.weights(chunks, arch):
             weight.data = weight.data.to(kept.get(rule.megatron, dtype))
         checkpoint.load_sharded(chunks, arch, folder)
@@ -149,7 +149,7 @@ def _copy(source: Path, target: Path) -> None:
 @contextmanager
 def alone() -> Iterator[None]:
     """This process as the only rank."""
-    groups = Groups(Layout(world=1))
+    groups = Groups(RankLayout(world=1))
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ from actors.trainer.megatron_backend.optimizer import Update
 from actors.trainer.megatron_backend.packing import StreamBatch
 from actors.trainer.megatron_backend.parallel import Groups
 from actors.trainer.megatron_backend.passes import Schedule
-from actors.trainer.megatron_backend.replay import Replay
+from actors.trainer.megatron_backend.replay import RoutingReplay
 from actors.trainer.megatron_backend.saving import Counters, Shards, check, holds_optimizer, identity_of
 from actors.trainer.megatron_backend.weights import export_hf
 from actors.trainer.objective import ObjectiveConfig
@@ -39,7 +39,7 @@ from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.model import export_files
 from actors.trainer.training.clockwork import Stopwatch
 from actors.trainer.training.export import gathered
-from actors.trainer.training.files import Identity, hash_tensors
+from actors.trainer.training.files import ModelIdentity, hash_tensors
 from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors, copies
 from actors.trainer.training.ranks import Ranks
@@ -96,7 +96,7 @@ class MegatronCore(Core):
         if mode_of(config):
             arch, parts = self.model.architecture, self.groups.tp if own.sequence_parallel and self.groups.tp.size() > 1 else None
             shape = RouteShape(arch.layers, int(arch.transformer["moe_router_topk"]), arch.experts)
-            self.schedule.replay = Replay(self.model.bare, shape, parts, self.device)
+            self.schedule.replay = RoutingReplay(self.model.bare, shape, parts, self.device)
         transformer = self.schedule.config
         if self.model.architecture.experts and (transformer.moe_aux_loss_coeff or transformer.moe_z_loss_coeff):
             with on_device():
@@ -266,7 +266,7 @@ class MegatronCore(Core):
             total.update(each[name].encode())
         return total.hexdigest() if self.ranks.rank == 0 else ""
 
-    def identity(self) -> Identity:
+    def identity(self) -> ModelIdentity:
         return identity_of(self.model.architecture)
 
     def save(self, directory: Path) -> Shards:

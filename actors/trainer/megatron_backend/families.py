@@ -11,31 +11,31 @@ from typing import Any
 
 from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import mapping
-from actors.trainer.megatron_backend.architecture import Architecture, Reader
+from actors.trainer.megatron_backend.architecture import Architecture, ConfigReader
 
 PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 
 
-def llama(c: Reader) -> Architecture:
+def llama(c: ConfigReader) -> Architecture:
     if c.get("attention_bias", False):
         raise c.refuse("attention_bias", "a bias of the output projection is not mapped")
     rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=False, qk_norm=False), *mapping.mlp()]
     return c.dense(rules, transformer={})
 
 
-def qwen2(c: Reader) -> Architecture:
+def qwen2(c: ConfigReader) -> Architecture:
     rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=True, qk_norm=False), *mapping.mlp()]
     return c.dense(rules, transformer={"add_qkv_bias": True})
 
 
-def qwen3(c: Reader) -> Architecture:
+def qwen3(c: ConfigReader) -> Architecture:
     if c.get("attention_bias", False):
         raise c.refuse("attention_bias", "a bias of the output projection is not mapped")
     rules = [*mapping.norms(**PRE_NORMS), *mapping.attention(bias=False, qk_norm=True), *mapping.mlp()]
     return c.dense(rules, transformer={"qk_layernorm": True})
 
 
-def qwen3_moe(c: Reader) -> Architecture:
+def qwen3_moe(c: ConfigReader) -> Architecture:
     if c.get("attention_bias", False):
         raise c.refuse("attention_bias", "a bias of the output projection is not mapped")
     step, plain = c.get("decoder_sparse_step", 1), c.get("mlp_only_layers", [])
@@ -49,7 +49,7 @@ def qwen3_moe(c: Reader) -> Architecture:
     })  # fmt: skip
 
 
-def glm4(c: Reader) -> Architecture:
+def glm4(c: ConfigReader) -> Architecture:
     names = {"input_layernorm": "input_layernorm", "post_self_attn_layernorm": "post_self_attn_layernorm",
              "pre_mlp_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_mlp_layernorm"}  # fmt: skip
     bias = c.get("attention_bias", False)
@@ -63,7 +63,7 @@ def glm4(c: Reader) -> Architecture:
     )
 
 
-def glm4_moe(c: Reader) -> Architecture:
+def glm4_moe(c: ConfigReader) -> Architecture:
     bias, qk_norm = c.get("attention_bias", False), c.get("use_qk_norm", False)
     pattern = _after_dense(c)
     rules = [
@@ -74,7 +74,7 @@ def glm4_moe(c: Reader) -> Architecture:
     return c.dense(rules, transformer={"add_qkv_bias": bias, "qk_layernorm": qk_norm, **_sigmoid_experts(c, pattern)})
 
 
-def deepseek_v2(c: Reader) -> Architecture:
+def deepseek_v2(c: ConfigReader) -> Architecture:
     if (method := c.get("topk_method", "greedy")) != "greedy":
         raise c.refuse("topk_method", f"Megatron ranks groups of experts by a sum of scores, {method} by their maximum")
     if c.get("norm_topk_prob", False):
@@ -90,13 +90,13 @@ def deepseek_v2(c: Reader) -> Architecture:
     })  # fmt: skip
 
 
-def deepseek_v3(c: Reader) -> Architecture:
+def deepseek_v3(c: ConfigReader) -> Architecture:
     pattern = _after_dense(c)
     rules = [*mapping.norms(**PRE_NORMS), *_latent(c), *_feed_forward(pattern, bias=True, shared=True)]
     return c.dense(rules, transformer={**_latent_config(c), **_sigmoid_experts(c, pattern)})
 
 
-def minimax_m2(c: Reader) -> Architecture:
+def minimax_m2(c: ConfigReader) -> Architecture:
     if (scores := c.get("scoring_func", "sigmoid")) != "sigmoid":
         raise c.refuse("scoring_func", f"the family's routers have sigmoid scores, not {scores}")
     if not c.get("use_qk_norm", True):
@@ -113,11 +113,11 @@ def minimax_m2(c: Reader) -> Architecture:
     })  # fmt: skip
 
 
-def gemma2(c: Reader) -> Architecture:
+def gemma2(c: ConfigReader) -> Architecture:
     return _gemma(c, mapping.attention(bias=False, qk_norm=False), every=2)
 
 
-def gemma3_text(c: Reader) -> Architecture:
+def gemma3_text(c: ConfigReader) -> Architecture:
     if c.get("use_bidirectional_attention", False):
         raise c.refuse("use_bidirectional_attention", "a policy sees nothing of what follows")
     given = c.config.get("rope_parameters") or {}
@@ -131,7 +131,7 @@ def gemma3_text(c: Reader) -> Architecture:
     return _gemma(c, rules, every=6, rotary={**plain, **whole}, local_rotary={**plain, **local})
 
 
-def _gemma(c: Reader, attention: list[mapping.Rule], *, every: int, **own: Any) -> Architecture:
+def _gemma(c: ConfigReader, attention: list[mapping.Rule], *, every: int, **own: Any) -> Architecture:
     """`every`: of so many layers the last one has no window, where config.json lists none."""
     if c.get("attention_bias", False):
         raise c.refuse("attention_bias", "a bias of the output projection is not mapped")
@@ -152,7 +152,7 @@ def _gemma(c: Reader, attention: list[mapping.Rule], *, every: int, **own: Any) 
     )  # fmt: skip
 
 
-def _after_dense(c: Reader) -> list[int]:
+def _after_dense(c: ConfigReader) -> list[int]:
     """1 for each layer with experts: all after the first few."""
     dense = c.get("first_k_dense_replace", 0)
     return [int(n >= dense) for n in range(c["num_hidden_layers"])]
@@ -165,7 +165,7 @@ def _feed_forward(pattern: list[int], *, bias: bool = False, shared: bool = Fals
     ]
 
 
-def _sigmoid_experts(c: Reader, pattern: list[int]) -> dict[str, Any]:
+def _sigmoid_experts(c: ConfigReader, pattern: list[int]) -> dict[str, Any]:
     if not c.get("norm_topk_prob", True):
         raise c.refuse("norm_topk_prob", "Megatron always normalises sigmoid scores")
     groups, of = c.get("n_group", 1), c.get("topk_group", 1)
@@ -184,13 +184,13 @@ def _sigmoid_experts(c: Reader, pattern: list[int]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _latent(c: Reader) -> list[mapping.Rule]:
+def _latent(c: ConfigReader) -> list[mapping.Rule]:
     return mapping.latent_attention(
         q_rank=c.config.get("q_lora_rank"), kv_rows=c["kv_lora_rank"] + c["qk_rope_head_dim"]
     )
 
 
-def _latent_config(c: Reader) -> dict[str, Any]:
+def _latent_config(c: ConfigReader) -> dict[str, Any]:
     if c.get("attention_bias", False):
         raise c.refuse("attention_bias", "biases of latent attention are not mapped")
     rope = c.rotary()
@@ -209,7 +209,7 @@ def _latent_config(c: Reader) -> dict[str, Any]:
     }  # fmt: skip
 
 
-FAMILIES: dict[str, Callable[[Reader], Architecture]] = {
+FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
     "llama": llama,
     "qwen2": qwen2,
     "qwen3": qwen3,
@@ -244,6 +244,6 @@ def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Archit
         if (value := config.get(key)) is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise Refused(f"{where}: {key}={value!r} is no whole number >= 1")
     try:
-        return FAMILIES[family](Reader(config, where))
+        return FAMILIES[family](ConfigReader(config, where))
     except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:  # patterns, rope parameters
         raise Refused(f"{where}: a value is not of its kind ({type(error).__name__}: {error})") from error

@@ -36,7 +36,7 @@ Layers = Callable[[TransformerConfig, int | None], Any]
 """(config, virtual stage) -> layer spec"""
 
 
-class Norm(nn.Module):
+class RMSNorm(nn.Module):
     """RMSNorm in float32, as transformers computes it. Megatron's wrapper of torch's refuses sequence parallel. Zero-centred gains
     (Gemma) are kept without their 1, which is added in float32."""
 
@@ -100,7 +100,7 @@ class PostNormLayer(TransformerLayer):
     @staticmethod
     def _norm(config: TransformerConfig) -> Any:
         if config.transformer_impl != "transformer_engine":
-            return Norm
+            return RMSNorm
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TENorm
@@ -143,7 +143,7 @@ def layer_specs(config: TransformerConfig, stage: int | None = None) -> Transfor
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage
     )
     if not engine:
-        block.layer_norm = Norm
+        block.layer_norm = RMSNorm
         for layer in block.layer_specs:
             _plain(layer.submodules)
     return block
@@ -158,7 +158,7 @@ def _plain(layer: Any) -> None:
     for part in (layer, attention):
         for name in ("input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(part, name, None) is WrappedTorchNorm:
-                setattr(part, name, Norm)
+                setattr(part, name, RMSNorm)
 
 
 def wide_normed(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:

@@ -13,7 +13,7 @@ from actors.trainer.megatron_backend.config import MegatronConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """What of a model a layout must divide."""
 
     heads: int
@@ -28,7 +28,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankLayout:
     """Sizes by Megatron's names: `world` ranks of `tp` x `pp` x `cp` x `dp`; experts are cut over `etp` x `ep` of them. `vpp` model
     chunks on each pipeline stage. `first` and `last` stage may have their own number of layers."""
 
@@ -55,9 +55,9 @@ class Layout:
         return self.tp if self.etp is None else self.etp
 
 
-def layout_of(own: MegatronConfig, world: int) -> Layout:
+def layout_of(own: MegatronConfig, world: int) -> RankLayout:
     """The layout that settings ask for, of `world` ranks."""
-    return Layout(
+    return RankLayout(
         world=world,
         tp=own.tensor_model_parallel_size,
         pp=own.pipeline_model_parallel_size,
@@ -71,7 +71,7 @@ def layout_of(own: MegatronConfig, world: int) -> Layout:
     )
 
 
-def refusals(layout: Layout, shape: Shape) -> list[str]:
+def refusals(layout: RankLayout, shape: ModelShape) -> list[str]:
     """One line per broken rule: setting, value, rule, nearest valid choice. Empty where the model can be built."""
     tp, pp, cp, ep, etp = layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_tp
     sizes = {
@@ -98,7 +98,7 @@ def refusals(layout: Layout, shape: Shape) -> list[str]:
     return said
 
 
-def _stages(layout: Layout, shape: Shape) -> list[str]:
+def _stages(layout: RankLayout, shape: ModelShape) -> list[str]:
     pp, vpp, layers = layout.pp, layout.vpp, shape.layers
     if vpp > 1 and pp == 1:
         return [
@@ -122,7 +122,7 @@ def _stages(layout: Layout, shape: Shape) -> list[str]:
     return []
 
 
-def _experts(layout: Layout, shape: Shape) -> list[str]:
+def _experts(layout: RankLayout, shape: ModelShape) -> list[str]:
     ep, etp, stage = layout.ep, layout.expert_tp, layout.world // layout.pp
     if not shape.experts:
         return [f"{_NAMES['expert']}={ep}: the model has no experts; use 1"] if ep > 1 else []

@@ -32,7 +32,7 @@ from actors.runtime.run import Refused
 from actors.trainer.megatron_backend import host
 from actors.trainer.megatron_backend.architecture import Architecture
 from actors.trainer.megatron_backend.layers import layers_of
-from actors.trainer.megatron_backend.layout import Layout, refusals
+from actors.trainer.megatron_backend.layout import RankLayout, refusals
 
 Provider = Callable[..., GPTModel]
 """(pre_process, post_process, vp_stage) -> model chunk; of config, layers (a spec) and vocab_size (padded) it gets what it names"""
@@ -44,7 +44,7 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_config(arch: Architecture, layout: Layout, *, dtype: torch.dtype, **given: Any) -> TransformerConfig:
+def transformer_config(arch: Architecture, layout: RankLayout, *, dtype: torch.dtype, **given: Any) -> TransformerConfig:
     """megatron.core's configuration of the model under a layout. `given`: fields by name that say how to compute, never what.
     Raises Refused for a field that Megatron doesn't know, or that the architecture decides otherwise."""
     latent = bool(arch.transformer.get("multi_latent_attention"))
@@ -100,7 +100,7 @@ def padded_vocab(vocab: int, tp: int, divisible_by: int = 1) -> int:
     return -(-vocab // block) * block
 
 
-def build(arch: Architecture, layout: Layout, *, dtype: torch.dtype = torch.bfloat16, spec: Sequence[str] = (),
+def build(arch: Architecture, layout: RankLayout, *, dtype: torch.dtype = torch.bfloat16, spec: Sequence[str] = (),
           provider: Provider | None = None, vocab_divisible_by: int = 1, expert_kernel: str = "torch",
           **given: Any) -> list[GPTModel]:  # fmt: skip
     """This rank's model chunks, one per virtual stage. Collective only in that every rank builds its own.

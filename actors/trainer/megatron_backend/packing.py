@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from actors.trainer.backend import BatchSample
-from actors.trainer.torch_backend.layout import Layout, PackedBatch, spread_of, starts_of
+from actors.trainer.torch_backend.layout import PackedBatch, PackedLayout, spread_of, starts_of
 from actors.trainer.training.routes import Routes, Routing
 
 
@@ -26,11 +26,11 @@ from actors.trainer.training.routes import Routes, Routing
 class PackedSamples(PackedSeqParams):
     """What attention needs of the whole stream; `layout` is for the kernels of this package."""
 
-    layout: Layout | None = None
+    layout: PackedLayout | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stream:
+class PackedStream:
     """T / C input tokens on this rank, and R response tokens of which it holds some."""
 
     input_ids: Tensor
@@ -64,7 +64,7 @@ class Stream:
         """T: of all context-parallel ranks, with padding."""
         return int(self.lengths.sum())
 
-    def stretched(self, tokens: int) -> Stream:
+    def stretched(self, tokens: int) -> PackedStream:
         """The same with one more sample of padding, `tokens` long in all: pipeline stages pass on tensors of one shape."""
         if tokens == self.tokens:
             return self
@@ -92,7 +92,7 @@ class StreamBatch(PackedBatch):
         self._cp = cp_size, cp_rank
         self._block = block
 
-    def micro_batch(self, positions: Sequence[int], device: torch.device) -> Stream:  # type: ignore[override]
+    def micro_batch(self, positions: Sequence[int], device: torch.device) -> PackedStream:  # type: ignore[override]
         """The given samples, in the given order."""
         plain = super().micro_batch(positions, torch.device("cpu"))
         size, rank = self._cp
@@ -122,7 +122,7 @@ class StreamBatch(PackedBatch):
             rows, held = place[rows[keep]], torch.from_numpy(keep)
             targets = targets[held]
             warm = warm if isinstance(warm, float) else warm[held]
-        return Stream(
+        return PackedStream(
             input_ids=_to(torch.from_numpy(tokens), device)[None],
             position_ids=_to(torch.from_numpy(position), device)[None],
             packed=_packed(lengths, device),
@@ -168,7 +168,7 @@ def _packed(lengths: np.ndarray, device: torch.device) -> PackedSamples:
         cu_seqlens_kv=ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        layout=Layout(ends, lengths.size, longest, slots),
+        layout=PackedLayout(ends, lengths.size, longest, slots),
     )
 
 

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from actors.trainer.megatron_backend.layout import Layout
+from actors.trainer.megatron_backend.layout import RankLayout
 from actors.trainer.training.ranks import FILES_DEADLINE, STEP_DEADLINE
 
 
 class Groups:
     """This process's place in a layout; one at a time in a process, and the ranks must be connected."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: RankLayout) -> None:
         self._alone = not dist.is_initialized()
         if self._alone:  # megatron-core asks its groups even where there is nobody else
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from actors.trainer.megatron_backend.balance import Balance
 from actors.trainer.megatron_backend.head import vocab_parallel_head
-from actors.trainer.megatron_backend.packing import Stream
+from actors.trainer.megatron_backend.packing import PackedStream
 from actors.trainer.megatron_backend.parallel import Groups
-from actors.trainer.megatron_backend.replay import Replay
+from actors.trainer.megatron_backend.replay import RoutingReplay
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.training.verbs import PolicyLoss, Work
 
@@ -49,7 +49,7 @@ class HeadOf:
 
     def __init__(self, layer: nn.Module, tp: dist.ProcessGroup, *, vocab: int, cap: float) -> None:
         self._layer, self._tp, self._vocab, self._cap = layer, tp, vocab, cap
-        self.micro: Stream | None = None
+        self.micro: PackedStream | None = None
         self.entropy_gradient = False
 
     def __call__(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
@@ -84,7 +84,7 @@ class Schedule:
         self.config: Any = get_model_config(chunks[0])
         self.config.calculate_per_token_loss = True  # sums, not means: the loss brings its own divisor
         self.config.finalize_model_grads_func = _finalize
-        self.replay: Replay | None = None
+        self.replay: RoutingReplay | None = None
         self.balance: Balance | None = None
         self._head: HeadOf | None = None
         for chunk in chunks:
@@ -95,7 +95,7 @@ class Schedule:
     def forward_only(self, work: Work) -> list[Tensor]:
         """Log-probs of each micro-batch, float32 [R] on the device, on every rank."""
 
-        def rows(ids: tuple[int, ...], micro: Stream, out: Tensor, non_loss_data: bool) -> Tensor:
+        def rows(ids: tuple[int, ...], micro: PackedStream, out: Tensor, non_loss_data: bool) -> Tensor:
             return self._whole(out, micro)
 
         with torch.no_grad():
@@ -108,7 +108,7 @@ class Schedule:
             self._head.entropy_gradient = entropy_gradient
         made: list[Tensor] = []
 
-        def loss(ids: tuple[int, ...], micro: Stream, out: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss(ids: tuple[int, ...], micro: PackedStream, out: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             both = self._whole(out, micro)
             made.append(both.detach())
             return policy(ids, both[0], both[1]), torch.ones([], dtype=torch.int), {}
@@ -151,7 +151,7 @@ class Schedule:
         )
         return made
 
-    def _whole(self, out: Tensor, micro: Stream) -> Tensor:
+    def _whole(self, out: Tensor, micro: PackedStream) -> Tensor:
         """[1, K, 2] of this context-parallel rank -> [2, R] of all"""
         both = out[0].T
         if micro.held is None:

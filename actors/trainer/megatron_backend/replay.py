@@ -23,7 +23,7 @@ Told = tuple[Tensor, Tensor]
 """Experts of the tokens that a router sees, [T, k], and a tally"""
 
 
-class Replay:
+class RoutingReplay:
     """Of all routers in a rank's chunks. `parts`: tensor-parallel ranks that have a part of each stream's tokens (sequence
     parallel); None: this rank's routers see the whole stream."""
 
@@ -93,7 +93,7 @@ class Replay:
 class _Router:
     """One router's side; megatron-core calls `get_replay_topk`."""
 
-    def __init__(self, replay: Replay, layer: int) -> None:
+    def __init__(self, replay: RoutingReplay, layer: int) -> None:
         self._replay, self._layer = replay, layer
         self.again: deque[Told | None] = deque()  # what forward passes were told and backward passes may ask again
 

@@ -21,7 +21,14 @@ from actors.runtime.run import Refused
 from actors.trainer.checkpoint import fsync
 from actors.trainer.megatron_backend import torch_dist
 from actors.trainer.megatron_backend.architecture import Architecture
-from actors.trainer.training.files import FileEntry, Identity, export_at, of_megatron, read_index, shape_fingerprint
+from actors.trainer.training.files import (
+    FileEntry,
+    ModelIdentity,
+    export_at,
+    of_megatron,
+    read_index,
+    shape_fingerprint,
+)
 from bus.errors import CheckpointOfAnother, CheckpointRefused
 
 CONVERT = """import sys
@@ -79,10 +86,10 @@ class Shards:
                 raise OSError(f"{directory}: {done.stderr.strip().splitlines()[-1:]}")
 
 
-def identity_of(arch: Architecture) -> Identity:
+def identity_of(arch: Architecture) -> ModelIdentity:
     """Which model a checkpoint holds, whatever layout wrote it."""
     elements = arch.elements()
-    return Identity(
+    return ModelIdentity(
         model_type=arch.family,
         n_params=sum(elements.values()),
         fingerprint=shape_fingerprint({name: (n,) for name, n in elements.items()}),

@@ -47,7 +47,7 @@ def _state(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, t) for name, t in state.items() if isinstance(t, Tensor) and not name.endswith("_extra_state"))
 
 
-class Cut:
+class WeightCut:
     """How one weight lies on its tensor-parallel ranks."""
 
     def __init__(self, rule: Rule, weight: Any) -> None:
@@ -83,7 +83,7 @@ def load_hf(chunks: Sequence[Any], arch: Architecture, directory: str | Path) ->
             return opened[path].get_slice(name)
 
         for rule, layer, expert, weight in weights(chunks, arch):
-            cut = Cut(rule, weight)
+            cut = WeightCut(rule, weight)
             tensors = [part(name) for name in rule.names(layer, expert)]
             piece = _piece(rule, cut, tensors, arch, weight)
             if piece.shape != weight.shape:
@@ -97,7 +97,7 @@ def _rows(source: Any, rank: int, n: int) -> Tensor:
     return source[rank * size : (rank + 1) * size]
 
 
-def _piece(rule: Rule, cut: Cut, sources: list[Any], arch: Architecture, weight: Tensor) -> Tensor:
+def _piece(rule: Rule, cut: WeightCut, sources: list[Any], arch: Architecture, weight: Tensor) -> Tensor:
     """This rank's part of a parameter, out of slices of Hugging Face tensors."""
     if rule.kind == "vocabulary":
         size = weight.shape[0]
@@ -130,7 +130,7 @@ def export_hf(chunks: Sequence[Any], arch: Architecture) -> Iterator[tuple[str, 
     for rule, layer, expert, weight in weights(chunks, arch):
         if rule.megatron == "output_layer.weight" and arch.tied:
             continue  # a copy of the first stage's embedding
-        cut = Cut(rule, weight)
+        cut = WeightCut(rule, weight)
         local = weight.detach()
         if ".mlp.experts." not in rule.megatron:
             yield from zip(
@@ -154,7 +154,7 @@ def _gather(local: Tensor, group: Any, n: int) -> Tensor:
     return parts
 
 
-def _whole(rule: Rule, cut: Cut, parts: Tensor, arch: Architecture) -> list[Tensor]:
+def _whole(rule: Rule, cut: WeightCut, parts: Tensor, arch: Architecture) -> list[Tensor]:
     """Hugging Face tensors out of all ranks' parts, [n, ...]; without a copy where they lie as they are wanted."""
     rows = parts.flatten(0, 1) if parts.ndim > 1 else parts
     if rule.kind == "vocabulary":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from actors.runtime.run import Refused
-from actors.trainer.torch_backend.layout import Layout
+from actors.trainer.torch_backend.layout import PackedLayout
 
 PACKED = "miles_async_packed"
 UNSUPPORTED = ("softcap", "s_aux", "sliding_window")
@@ -54,20 +54,20 @@ class _Unpad(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, slots, grad), None
 
 
-def pad(x: Tensor, layout: Layout) -> Tensor:
+def pad(x: Tensor, layout: PackedLayout) -> Tensor:
     """[T, ...] -> [samples, longest, ...], zeros behind each sample."""
     rows = x if layout.slots is None else _Pad.apply(x, layout.slots, layout.samples * layout.longest)
     return rows.view(layout.samples, layout.longest, *x.shape[1:])
 
 
-def unpad(x: Tensor, layout: Layout) -> Tensor:
+def unpad(x: Tensor, layout: PackedLayout) -> Tensor:
     """[samples, longest, ...] -> [T, ...]"""
     flat = x.reshape(-1, *x.shape[2:])
     return flat if layout.slots is None else _Unpad.apply(flat, layout.slots)
 
 
 @torch.compiler.disable  # torch 2.11 compiles this to a wrong gradient; nothing is gained by it either
-def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float) -> Tensor:
     """The same by padding; q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]."""
     q, k, v = (pad(x, layout).transpose(1, 2) for x in (q, k, v))
     # Causality alone keeps padding out: it lies behind the last token of its sample.
@@ -171,7 +171,7 @@ def kernel_of(q: Tensor) -> str:
     return SDPA if not fits else FLASH_2 if _chosen == "auto" else _chosen
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float) -> Tensor:
     """Attention by the chosen kernel; q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]; Dv other than D by padding."""
     if q.shape[-1] != v.shape[-1] or (kernel := kernel_of(q)) == SDPA:
         return padded_attention(q, k, v, layout, scale)
@@ -189,7 +189,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    layout: Layout | None = None,
+    layout: PackedLayout | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].

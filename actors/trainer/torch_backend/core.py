@@ -32,9 +32,9 @@ from actors.trainer.torch_backend.matched import MatchedPolicy
 from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.passes import Passes
-from actors.trainer.torch_backend.shards import Shards
+from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.export import unfused
-from actors.trainer.training.files import Identity, hash_tensors, shape_fingerprint
+from actors.trainer.training.files import ModelIdentity, hash_tensors, shape_fingerprint
 from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors
 from actors.trainer.training.ranks import Ranks
@@ -74,7 +74,7 @@ class Core(Passes):
         self.device = resolve_device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.model_dtype)
         self.kernel = attention.select(self.own.attn_implementation, self.device, self.dtype)
-        self.shards = Shards(ranks, self.device)
+        self.shards = TorchShards(ranks, self.device)
         self.vision = self._sees(config.hf_checkpoint)
         self.policy = self._load(config.hf_checkpoint, trainable=True)
         self.published_as = config.published_as or config.hf_checkpoint
@@ -227,9 +227,10 @@ class Core(Passes):
     def save(self, directory: Path) -> StateFiles:
         return StateFiles(self._copied(), directory)
 
-    def identity(self) -> Identity:
+    def identity(self) -> ModelIdentity:
         n_params = sum(p.numel() for p in self.weights.params.values())
-        return Identity(model_type=self.policy.hf.config.model_type, n_params=n_params, fingerprint=shape_fingerprint(self.shapes))
+        model_type, fingerprint = self.policy.hf.config.model_type, shape_fingerprint(self.shapes)
+        return ModelIdentity(model_type=model_type, n_params=n_params, fingerprint=fingerprint)
 
     def _held(self) -> dict[str, Mapping[str, Tensor]]:
         """What a checkpoint holds, by file; of the optimizers nothing where they are left out."""

@@ -19,7 +19,7 @@ from actors.trainer.training.routes import RouteShape, Routing, choose, recorded
 FAMILIES = ("qwen3_moe",)
 
 
-class Router(Qwen3MoeTopKRouter):
+class ReplayedRouter(Qwen3MoeTopKRouter):
     """transformers' router in float32. `given`: experts to choose, integers [T, k]; `made`: where to keep what was chosen."""
 
     given: Tensor | None = None
@@ -46,7 +46,7 @@ def prepare(hf: Any) -> None:
     if hf.config.model_type in FAMILIES:
         for module in hf.modules():
             if type(module) is Qwen3MoeTopKRouter:
-                module.__class__ = Router
+                module.__class__ = ReplayedRouter
 
 
 def implementation(device: torch.device) -> str:
@@ -67,7 +67,7 @@ class Replay:
     def __init__(self, blocks: list[nn.Module], shape: RouteShape, device: torch.device) -> None:
         self.shape, self._device = shape, device
         gates: list[Any] = [getattr(getattr(block, "mlp", None), "gate", None) for block in blocks]
-        self._routers: dict[int, Router] = {n: gate for n, gate in enumerate(gates) if isinstance(gate, Router)}
+        self._routers: dict[int, ReplayedRouter] = {n: gate for n, gate in enumerate(gates) if isinstance(gate, ReplayedRouter)}
 
     @contextmanager
     def playing(self, routing: Routing) -> Iterator[None]:

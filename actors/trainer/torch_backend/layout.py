@@ -20,7 +20,7 @@ from actors.trainer.training.routes import Routes, Routing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class PackedLayout:
     """Where the samples of one packed sequence lie; what attention needs to stay inside a sample."""
 
     cu_seqlens: Tensor
@@ -40,7 +40,7 @@ class MicroBatch:
     """int64 [1, T]"""
     position_ids: Tensor
     """int64 [1, T]"""
-    layout: Layout
+    layout: PackedLayout
     rows: Tensor
     """int64 [R]: input position whose output predicts each response token"""
     targets: Tensor
@@ -94,7 +94,7 @@ class PackedBatch:
         return MicroBatch(
             input_ids=_to(self.tokens[first[of] + position], device)[None],
             position_ids=_to(position, device)[None],
-            layout=Layout(_to(cu_seqlens, device), len(ids), longest, slots),
+            layout=PackedLayout(_to(cu_seqlens, device), len(ids), longest, slots),
             # A response without a prompt has no row that predicts its first token; the objective masks that token.
             rows=_to(start[of_response] + np.maximum(place - 1, 0), device),
             targets=_to(self.tokens[first[of_response] + place], device),

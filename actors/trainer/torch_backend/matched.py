@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from actors.runtime.run import Refused
 from actors.trainer.torch_backend.attention import attend, padded_attention
 from actors.trainer.torch_backend.head import CHUNK_ELEMENTS, token_head
-from actors.trainer.torch_backend.layout import Layout, MicroBatch
+from actors.trainer.torch_backend.layout import MicroBatch, PackedLayout
 from actors.trainer.torch_backend.model import RECOMPUTED, Policy
 
 FAMILY = "qwen3"
@@ -52,7 +52,7 @@ class Kernels:
     norm: Callable[[Tensor, Tensor, float], Tensor]
     swish: Callable[[Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    attend: Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, PackedLayout, float], Tensor]
 
 
 FORMULAS = Kernels(norm, swish, rotate, padded_attention)
@@ -78,7 +78,7 @@ def sglang_kernels() -> Kernels:
         apply_rope_with_cos_sin_cache_inplace(out, spare, cos_sin, positions, is_neox=True)
         return out
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float) -> Tensor:
         at, n = layout.cu_seqlens, layout.longest
         out: Tensor = flash_attn_varlen_func(q, k, v, at, at, n, n, softmax_scale=scale, causal=True, num_splits=1)
         return out

@@ -18,7 +18,7 @@ from actors.trainer.torch_backend.experts import Replay
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
 from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.optim import Optimizer, Weights
-from actors.trainer.torch_backend.shards import Shards
+from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.torch_backend.sight import Gallery
 from actors.trainer.training.clockwork import Stopwatch
 from actors.trainer.training.routes import Routes
@@ -34,7 +34,7 @@ class Passes(Core):
     critic: CriticTraining | None
     weights: Weights
     optimizer: Optimizer
-    shards: Shards
+    shards: TorchShards
     compiles: bool  # layers run as torch compiled them
     vision: Vision | None
     """of a model that reads pictures"""

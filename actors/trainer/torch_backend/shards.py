@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from actors.trainer.training.ranks import Ranks
 
 
-class Shards:
+class TorchShards:
     """One dimension, over which everything is sharded; `ranks` must be connected.
 
     `gathers`, to be set before `shard`: within a pass each rank keeps the weights that it has gathered, and adds up gradients until

@@ -42,7 +42,7 @@ class FileEntry(msgspec.Struct, frozen=True):
     xxh3: str
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Which model a checkpoint holds."""
 
     model_type: str
@@ -127,7 +127,7 @@ def _write(path: Path, pieces: Iterator[bytes | memoryview], *, durable: bool, t
     return FileEntry(size, total.hexdigest())
 
 
-def write_index(directory: Path, identity: Identity, files: dict[str, FileEntry]) -> None:
+def write_index(directory: Path, identity: ModelIdentity, files: dict[str, FileEntry]) -> None:
     """After all files: with this the directory is a checkpoint, durably. Raises OSError."""
     index = Index(files=files, **msgspec.structs.asdict(identity))
     write_bytes(directory / INDEX, msgspec.json.encode(index), durable=True)

@@ -22,10 +22,10 @@ from actors.trainer.objective_config import HookError
 from actors.trainer.training.export import gathered
 from actors.trainer.training.offload import NoRoom
 from actors.trainer.training.ranks import Ranks
-from actors.trainer.training.saving import Checkpoint, write_apart
+from actors.trainer.training.saving import RankedCheckpoint, write_apart
 from actors.trainer.training.step import CONTENT, REFUSALS, BatchFault, as_line, examine, settle_objective, train_batch
 from actors.trainer.training.verbs import Core, Saving
-from actors.trainer.training.wire import Command, Do, Export, Load, Save, Setup, Step, decode, encode
+from actors.trainer.training.wire import Command, Do, Export, LoadOrder, Save, Setup, StepOrder, decode, encode
 from actors.trainer.transports.flat import NamedTensors
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class RankedBackend(TrainBackend):
         over)."""
         core = self.core
         if not self._ranks.alone:
-            self._tell(Step.of(batch))
+            self._tell(StepOrder.of(batch))
         made = core.updates
         try:
             return _train(core, batch)
@@ -117,14 +117,14 @@ class RankedBackend(TrainBackend):
     def beside(self) -> dict[str, bytes]:
         return self.core.beside()
 
-    def save(self, directory: Path) -> Checkpoint:
+    def save(self, directory: Path) -> RankedCheckpoint:
         core = self.core
         self._tell(Save(str(directory)))
-        return Checkpoint(core, core.save(directory), self._ranks, directory, finish=lambda: self._tell(Do("finish")))
+        return RankedCheckpoint(core, core.save(directory), self._ranks, directory, finish=lambda: self._tell(Do("finish")))
 
     def load(self, directory: Path, drops: tuple[str, ...] = ()) -> None:
         read = self.core.read(directory, drops)
-        self._tell(Load(str(directory), drops))
+        self._tell(LoadOrder(str(directory), drops))
         self.core.load(directory, read, drops)
 
     def sleep(self) -> None:
@@ -154,7 +154,7 @@ class RankedBackend(TrainBackend):
             self._ranks.broadcast(encode(command))
 
 
-class Follower:
+class FollowingRank:
     """A rank other than 0: it obeys until Stop.
 
     What a batch itself is refused for is refused on every rank alike, and rank 0 reports it. Anything else that fails
@@ -189,9 +189,9 @@ class Follower:
 
     def _obey(self, core: Core, command: Command) -> None:
         match command:
-            case Step():
+            case StepOrder():
                 _train(core, command.arrived())
-            case Load(directory=directory, drops=drops):
+            case LoadOrder(directory=directory, drops=drops):
                 core.load(Path(directory), None, drops)
             case Export(limit_bytes=limit_bytes):
                 for _ in gathered(core, self._ranks, limit_bytes):

@@ -21,14 +21,14 @@ from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.verbs import Core, Saving
 
 
-class Part(msgspec.Struct, frozen=True):
+class RankSaved(msgspec.Struct, frozen=True):
     """What one rank says when it has written. `error`: why it could not."""
 
     files: dict[str, FileEntry] = {}
     error: str = ""
 
 
-class Checkpoint:
+class RankedCheckpoint:
     """Rank 0's hold on one. `finish`: tells the other ranks to."""
 
     def __init__(self, core: Core, saving: Saving, ranks: Ranks, directory: Path, *, finish: Callable[[], None]) -> None:
@@ -63,13 +63,13 @@ def write_apart(saving: Saving, ranks: Ranks) -> None:
     threading.Thread(target=_written, args=(saving, ranks), name="checkpoint", daemon=True).start()
 
 
-def _written(saving: Saving, ranks: Ranks) -> list[Part]:
+def _written(saving: Saving, ranks: Ranks) -> list[RankSaved]:
     """Write this rank's part, and wait for all."""
-    part = Part(error="it broke off; its log says why")
+    part = RankSaved(error="it broke off; its log says why")
     try:
-        part = Part(files=saving.write())
+        part = RankSaved(files=saving.write())
     except OSError as error:
-        part = Part(error=error.strerror or str(error))
+        part = RankSaved(error=error.strerror or str(error))
     finally:  # or the others would wait
         said = ranks.gather_written(msgspec.msgpack.encode(part))
-    return [msgspec.msgpack.decode(one, type=Part) for one in said]
+    return [msgspec.msgpack.decode(one, type=RankSaved) for one in said]

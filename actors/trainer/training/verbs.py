@@ -21,7 +21,7 @@ from actors.trainer.backend import BackendConfig, BatchSample
 from actors.trainer.batch.batching import CostModel
 from actors.trainer.objective import ObjectiveConfig, learning_rate
 from actors.trainer.training.clockwork import Stopwatch
-from actors.trainer.training.files import FileEntry, Identity
+from actors.trainer.training.files import FileEntry, ModelIdentity
 from actors.trainer.training.offload import Offload, storages
 from actors.trainer.training.old_actors import OldActors
 from actors.trainer.training.ranks import Ranks
@@ -215,7 +215,7 @@ class Core(ABC):
         """Copy all training state of this rank. The directory exists and is empty; hosts share it if more than rank 0 write."""
 
     @abstractmethod
-    def identity(self) -> Identity:
+    def identity(self) -> ModelIdentity:
         """Which model a checkpoint holds. Rank 0."""
 
     @abstractmethod

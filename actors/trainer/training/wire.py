@@ -19,7 +19,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     config: BackendConfig
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class StepOrder(msgspec.Struct, frozen=True, tag="step"):
     """A batch; its samples arrive as tables of their fields, arrays as they were (read-only). Pictures travel once, by blob."""
 
     samples: list[Any]
@@ -29,9 +29,9 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     images: dict[str, bytes] = {}  # by blob
 
     @staticmethod
-    def of(batch: StepBatch) -> Step:
+    def of(batch: StepBatch) -> StepOrder:
         bare = [replace(s, pictures=tuple((picture, b"") for picture, _ in s.pictures)) for s in batch.samples]
-        return Step(bare, batch.step, batch.seed, dict(batch.knobs), batch.images)
+        return StepOrder(bare, batch.step, batch.seed, dict(batch.knobs), batch.images)
 
     def arrived(self) -> StepBatch:
         """The batch on the other side."""
@@ -43,7 +43,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
         return BatchSample(**{**fields, "train": TrainSample(**fields["train"]), "pictures": pictures})
 
 
-class Load(msgspec.Struct, frozen=True, tag="load"):
+class LoadOrder(msgspec.Struct, frozen=True, tag="load"):
     """Take over a checkpoint that rank 0 found fit."""
 
     directory: str
@@ -68,7 +68,7 @@ class Do(msgspec.Struct, frozen=True, tag="do"):
     verb: Literal["finish", "weights_hash", "sleep", "wake", "stop"]
 
 
-Command = Setup | Step | Load | Save | Export | Do
+Command = Setup | StepOrder | LoadOrder | Save | Export | Do
 _ARRAY = 1  # msgpack's extension: type, shape, bytes
 
 

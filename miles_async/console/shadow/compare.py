@@ -22,7 +22,7 @@ from bus.errors import DeadlineExceeded, MilesAsyncError, Poison, Transient
 from bus.messages.base import Packed
 from bus.messages.samples import Scored
 from miles_async.console.shadow.paired import Paired
-from miles_async.console.shadow.units import Unit, step_back
+from miles_async.console.shadow.units import ShadowUnit, step_back
 
 MOST_FAILED = 16  # in a row
 SHOWN = 8  # groups that differ; the file has all
@@ -92,7 +92,7 @@ class Rewards:
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
 
-    async def compare(self, unit: Unit) -> list[Row]:
+    async def compare(self, unit: ShadowUnit) -> list[Row]:
         scored = [member for member in unit.members if isinstance(member, Scored)]
         self.left_out["lost"] += len(unit.members) - len(scored)
         samples, rewards, types = unit.samples, unit.rewards, [""] * len(unit.samples)
@@ -146,7 +146,7 @@ class Rewards:
         return {"equal": self._equal}
 
 
-class Filter:
+class ShadowFilter:
     """Another filter: a verdict is 1 for a kept group and 0 for a dropped one. It runs in a thread; one that does not come back
     ends the shadow."""
 
@@ -167,7 +167,7 @@ class Filter:
     async def __aexit__(self, *exc: object) -> None:
         return None
 
-    async def compare(self, unit: Unit) -> list[Row]:
+    async def compare(self, unit: ShadowUnit) -> list[Row]:
         if unit.part:  # the run judges it by rewards of samples that are no longer here
             self.left_out["left in parts"] += 1
             return []

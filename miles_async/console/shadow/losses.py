@@ -30,7 +30,7 @@ from actors.trainer.replay import batch_of
 from actors.trainer.training.step import settle_objective
 from miles_async.console.shadow.compare import Row
 from miles_async.console.shadow.paired import Paired
-from miles_async.console.shadow.recorded import Recorded
+from miles_async.console.shadow.recorded import RecordedFiles
 from miles_async.console.shadow.units import step_back
 from miles_async.settings.errors import SettingsError
 
@@ -42,7 +42,7 @@ SHOWN = tuple(
 MOST_BYTES = 2 << 30  # of a model's files; what is larger would take a CPU minutes a step, and eight times the memory
 
 
-class Batches(Recorded):
+class RecordedBatches(RecordedFiles):
     """The recorded batches themselves."""
 
     async def units(self) -> AsyncGenerator[Any]:

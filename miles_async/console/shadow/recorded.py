@@ -20,7 +20,7 @@ from actors.recorder.samples import FILE, OLDER, TEXT_CHARS, read_samples
 from actors.reward.sample import Sample
 from actors.trainer.record import RecordedBatch, path_of, read_record
 from bus.errors import UNREADABLE
-from miles_async.console.shadow.units import Unit, chosen
+from miles_async.console.shadow.units import ShadowUnit, chosen
 from miles_async.settings.errors import SettingsError
 
 
@@ -35,7 +35,7 @@ def batches(pattern: str | None) -> list[int]:
     return sorted(int(name) + 1 for name in names if name.isdecimal())
 
 
-class Recorded:
+class RecordedFiles:
     """A run's files; `pattern`: of recorded batches, None without. SettingsError when there is nothing."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Recorded:
             f"{len(self._steps)} recorded batches {kept}" if self._steps else f"{FILE}, texts {kept}, without metadata"
         )
 
-    async def units(self) -> AsyncGenerator[Unit]:
+    async def units(self) -> AsyncGenerator[ShadowUnit]:
         """In the order of training; one file at a time is in memory."""
         found = self._of_batches() if self._steps else self._of_texts()
         while (unit := await asyncio.to_thread(next, found, None)) is not None:
@@ -67,13 +67,13 @@ class Recorded:
         for step in self._steps:
             yield read_record(path_of(self._pattern, step))
 
-    def _of_batches(self) -> Iterator[Unit]:
+    def _of_batches(self) -> Iterator[ShadowUnit]:
         for record in self.records():
             for group in record.groups:
                 if chosen(group.group_id, self._share):
-                    yield Unit(group=group.group_id, members=group.samples, part=bool(group.part))
+                    yield ShadowUnit(group=group.group_id, members=group.samples, part=bool(group.part))
 
-    def _of_texts(self) -> Iterator[Unit]:
+    def _of_texts(self) -> Iterator[ShadowUnit]:
         seen: set[str] = set()
         for group, rows in groupby(read_samples(self._texts), key=lambda row: str(row.get("group", ""))):
             fresh = [row for row in rows if row["sample"] not in seen]
@@ -82,7 +82,7 @@ class Recorded:
             self.left_out["text cut on record"] += len(fresh) - len(whole)
             if whole and chosen(group, self._share):
                 samples = tuple(map(self._sample, whole))
-                yield Unit(group=group, samples=samples, rewards=tuple(float(row["reward"]) for row in whole))
+                yield ShadowUnit(group=group, samples=samples, rewards=tuple(float(row["reward"]) for row in whole))
 
     def _sample(self, row: dict[str, Any]) -> Sample:
         prompt, response = str(row.get("prompt", "")), str(row.get("response", ""))

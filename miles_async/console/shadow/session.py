@@ -11,13 +11,13 @@ from bus.errors import MilesAsyncError
 from miles_async.console.shadow.compare import Comparer
 from miles_async.console.shadow.plan import ShadowPlan
 from miles_async.console.shadow.results import Results
-from miles_async.console.shadow.units import Source
+from miles_async.console.shadow.units import UnitSource
 
 SAY_S = 5.0
 
 
 async def follow(
-    plan: ShadowPlan, source: Source, comparer: Comparer, results: Results, say: Callable[[Any], None]
+    plan: ShadowPlan, source: UnitSource, comparer: Comparer, results: Results, say: Callable[[Any], None]
 ) -> int:
     """Until enough groups are compared, the source ends, or somebody asks (SIGINT, SIGTERM). `say` gets summaries. 0, or 1 when
     what the shadow was given does not work; the summary says why."""

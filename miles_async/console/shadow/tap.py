@@ -16,7 +16,7 @@ from bus import Bus, Entry, Tail
 from bus.errors import BadMessage, BusUnreachable
 from bus.messages.groups import GroupVerdict, index_of
 from bus.topology import POLICY, SCORED, VERDICTS
-from miles_async.console.shadow.units import Unit, chosen
+from miles_async.console.shadow.units import ShadowUnit, chosen
 
 READ_S = 1.0
 MOST_WAITING = 256  # groups read and not yet compared; a flood beyond is missed, so that reading goes on
@@ -36,7 +36,7 @@ class Tap:
         self.left_out: Counter[str] = Counter()
         self.told = f"run {bus.config.run}, live"
 
-    async def units(self) -> AsyncGenerator[Unit]:
+    async def units(self) -> AsyncGenerator[ShadowUnit]:
         """Until the run has finished or its bus is gone."""
         tail = Tail(self._bus, [SCORED, VERDICTS, POLICY], start="$")
         await tail.open()
@@ -49,7 +49,7 @@ class Tap:
                 if None in members:
                     self.missed["a body gone or unreadable"] += 1
                     continue
-                yield Unit(
+                yield ShadowUnit(
                     group=verdict.group_id,
                     members=tuple(member for member in members if member is not None),
                     kept=verdict.kept,

@@ -17,7 +17,7 @@ WHOLE = 1 << 63
 NICE = 15  # of what a shadow computes: below all of a run, which has at most 10. Reading stays prompt
 
 
-class Unit(msgspec.Struct, frozen=True, kw_only=True):
+class ShadowUnit(msgspec.Struct, frozen=True, kw_only=True):
     """`members`: as the filter saw them, lost ones too. From texts alone there are none, but `samples` with the run's `rewards`.
     `kept`, `reason`: the run's verdict. `part`: it is not the whole group."""
 
@@ -30,7 +30,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     part: bool = False
 
 
-class Source(Protocol):
+class UnitSource(Protocol):
     """Where units come from. `missed`: groups that were not given out, by reason; `left_out`: samples, by reason."""
 
     missed: Counter[str]

@@ -23,7 +23,7 @@ from textual.widgets import Footer, Static, TabbedContent, TabPane
 from miles_async.console.top import parts
 from miles_async.console.top.listing import Cockpit, Listing
 from miles_async.console.top.page import Page
-from miles_async.console.top.views import Dead, Doctor, Events, Knobs, Samples
+from miles_async.console.top.views import Dead, Doctor, Events, KnobList, Samples
 from miles_async.console.verbs import Verbs
 from miles_async.console.web.hub import Hub
 
@@ -76,7 +76,7 @@ class Top(Cockpit):
     def compose(self) -> ComposeResult:
         yield Static(Text("waiting for the bus", style="dim"), id="head")
         yield Static(id="alarms")
-        listings = {"samples": Samples, "knobs": Knobs, "dead": Dead, "events": Events, "doctor": Doctor}
+        listings = {"samples": Samples, "knobs": KnobList, "dead": Dead, "events": Events, "doctor": Doctor}
         with TabbedContent(id="views"):
             for i, name in enumerate(VIEWS, 1):
                 with TabPane(f"{i} {name.capitalize()}", id=name):

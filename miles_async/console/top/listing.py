@@ -25,7 +25,7 @@ REFUSED = (MilesAsyncError, SettingsError)  # what a verb refuses, in one line
 MOST_TEXT = 20_000  # characters of one row's whole
 
 
-class Row(NamedTuple):
+class ListRow(NamedTuple):
     """`key` is the row's name while it changes; `cells` its columns; `whole` all there is to say; `data` what an action needs."""
 
     key: str
@@ -56,7 +56,7 @@ class Listing(Container):
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
-        self._rows: list[Row] = []
+        self._rows: list[ListRow] = []
         self._loaded: object = None
 
     def compose(self) -> ComposeResult:
@@ -71,7 +71,7 @@ class Listing(Container):
         """Changes when the rows must be made anew."""
         raise NotImplementedError
 
-    async def rows(self, state: dict[str, Any]) -> list[Row]:
+    async def rows(self, state: dict[str, Any]) -> list[ListRow]:
         """All rows. Raises what a verb refuses."""
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class Listing(Container):
         self._tell(self.chosen.whole if self.chosen else self.EMPTY)
 
     @property
-    def chosen(self) -> Row | None:
+    def chosen(self) -> ListRow | None:
         """The row under the cursor."""
         at = self.query_one(DataTable).cursor_row
         return self._rows[at] if 0 <= at < len(self._rows) else None
@@ -122,7 +122,7 @@ class Listing(Container):
         if self.app.read_only:
             self.app.notify(f"{self.app.read_only}: nothing is changed", severity="warning", markup=False)
         else:
-            self.app.push_screen(Ask(title, fields, act), self._answered)
+            self.app.push_screen(AskScreen(title, fields, act), self._answered)
 
     def _answered(self, text: str | None) -> None:
         if text:
@@ -130,7 +130,7 @@ class Listing(Container):
             self.stale()
 
 
-class Ask(ModalScreen[str | None]):
+class AskScreen(ModalScreen[str | None]):
     """Fields and what to do with them. A refusal stays in the form; Escape changes nothing."""
 
     BINDINGS = [Binding("escape", "dismiss(None)", "leave it as it is"), Binding("ctrl+s,f2", "go", "do it")]

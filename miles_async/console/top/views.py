@@ -15,7 +15,7 @@ from miles_async.cli.samples import as_text
 from miles_async.cli.tune import parse_patch
 from miles_async.console.lines import LEVEL_STYLE
 from miles_async.console.text import duration, shorten
-from miles_async.console.top.listing import Listing, Row
+from miles_async.console.top.listing import Listing, ListRow
 from miles_async.settings.errors import SettingsError
 
 ORDERS = ("worst", "best", "as kept")
@@ -48,7 +48,7 @@ class Samples(Listing):
     def stamp(self, state: dict[str, Any]) -> object:
         return (self._order, self._step, state["counts"]["samples"] if self._step is None else None)
 
-    async def rows(self, state: dict[str, Any]) -> list[Row]:
+    async def rows(self, state: dict[str, Any]) -> list[ListRow]:
         found = await self.app.verbs.samples(step=self._step, order=self._order)
         self._steps = found["steps"]
         shown = found["samples"][0]["step"] if found["samples"] else "-"
@@ -56,7 +56,7 @@ class Samples(Listing):
             f"step {shown}, {self._order} first, {found['all']} samples; kept at {len(self._steps)} steps"
         )
         return [
-            Row(f"{s['step']}/{s['sample']}", (f"{s['reward']:.4g}", s["sample"], str(s.get("tokens", "")), s.get("finish", ""),
+            ListRow(f"{s['step']}/{s['sample']}", (f"{s['reward']:.4g}", s["sample"], str(s.get("tokens", "")), s.get("finish", ""),
                 shorten(str(s.get("response", "")), 120)), as_text(s))
             for s in found["samples"]
         ]  # fmt: skip
@@ -73,7 +73,7 @@ class Samples(Listing):
             self.stale(anew=True)
 
 
-class Knobs(Listing):
+class KnobList(Listing):
     """Every live setting and what may be typed; the log of changes. Enter changes one, or goes back to an epoch."""
 
     COLUMNS = ("knob", "value", "permitted", "takes effect at", "epoch")
@@ -87,28 +87,28 @@ class Knobs(Listing):
     def stamp(self, state: dict[str, Any]) -> object:
         return (self._log, state["counts"]["knob_epoch"])
 
-    async def rows(self, state: dict[str, Any]) -> list[Row]:
+    async def rows(self, state: dict[str, Any]) -> list[ListRow]:
         found = await self.app.verbs.knobs()
         if self._log:
             self.border_title = f"log of changes, now at epoch {found['epoch']}; Enter goes back to an epoch"
             return [self._change_row(change) for change in found["log"]]
         self.border_title = f"knobs at epoch {found['epoch']}; Enter changes one"
         return [
-            Row(name, (name, knob["shown"], f"follows {knob['follows']}" if knob["follows"] else knob["range"],
+            ListRow(name, (name, knob["shown"], f"follows {knob['follows']}" if knob["follows"] else knob["range"],
                 "" if knob["follows"] else knob["applies"], str(knob["changed_at"])), _meaning(name, knob),
                 "dim" if knob["follows"] else "", knob)
             for name, knob in found["knobs"].items()
         ]  # fmt: skip
 
     @staticmethod
-    def _change_row(change: dict[str, Any]) -> Row:
+    def _change_row(change: dict[str, Any]) -> ListRow:
         values = ", ".join(f"{k}={v}" if k else v for k, v in change["values"].items()) or "values of the settings"
         when = clock(change["wall"]) if change["wall"] else "-"
         cells = (f"epoch {change['epoch']}", shorten(values, 60), change["author"], when, shorten(change["reason"], 60))
         whole = (
             f"epoch {change['epoch']} at {when} by {change['author'] or '-'}: {values}\nwhy: {change['reason'] or '-'}"
         )
-        return Row(f"epoch {change['epoch']}", cells, whole, data=change)
+        return ListRow(f"epoch {change['epoch']}", cells, whole, data=change)
 
     def action_log(self) -> None:
         self._log = not self._log
@@ -158,14 +158,14 @@ class Dead(Listing):
     def stamp(self, state: dict[str, Any]) -> object:
         return state["counts"]["dead"]
 
-    async def rows(self, state: dict[str, Any]) -> list[Row]:
+    async def rows(self, state: dict[str, Any]) -> list[ListRow]:
         self.border_title = f"{state['counts']['dead']} dead letters, newest first"
         rows = []
         for d in await self.app.verbs.letters():
             when, who = clock(d["wall"]) if d["wall"] else "-", d["sample"] or d["group"] or d["entry_id"]
             cells = (when, d["stream"], who, d["actor"], str(d["deliveries"]), shorten(d["error"], 120))
             rows.append(
-                Row(d["id"], cells, f"{d['id']} of {d['stream']} {d['entry_id']}: {d['error']}\n\n{d['traceback']}")
+                ListRow(d["id"], cells, f"{d['id']} of {d['stream']} {d['entry_id']}: {d['error']}\n\n{d['traceback']}")
             )
         return rows
 
@@ -191,7 +191,7 @@ class Events(Listing):
         events = state["events"]
         return (self._from, len(events), events[0] if events else None)
 
-    async def rows(self, state: dict[str, Any]) -> list[Row]:
+    async def rows(self, state: dict[str, Any]) -> list[ListRow]:
         least = LEVELS.index(self._from)
         self.border_title = "all events" if not least else f"events from {self._from} on"
         found = [e for e in state["events"] if LEVELS.index(e["level"]) >= least]
@@ -199,7 +199,7 @@ class Events(Listing):
         for i, e in enumerate(found):
             whole = f"{datetime.fromtimestamp(e['wall']):%Y-%m-%d %H:%M:%S}  {e['level']}  {e['what']}\n{e['text']}"
             cells = (clock(e["wall"]), e["level"], e["what"], shorten(e["text"], 160))
-            rows.append(Row(f"{e['wall']}{e['what']}{len(found) - i}", cells, whole, LEVEL_STYLE.get(e["level"], "")))
+            rows.append(ListRow(f"{e['wall']}{e['what']}{len(found) - i}", cells, whole, LEVEL_STYLE.get(e["level"], "")))
         return rows
 
     def action_level(self) -> None:
@@ -216,7 +216,7 @@ class Doctor(Listing):
     def stamp(self, state: dict[str, Any]) -> object:
         return self.app.hub.word.wall
 
-    async def rows(self, state: dict[str, Any]) -> list[Row]:
+    async def rows(self, state: dict[str, Any]) -> list[ListRow]:
         word = self.app.hub.word
         wrong = sum(f.level != "info" for f in word.findings)
         self.border_title = (
@@ -225,5 +225,5 @@ class Doctor(Listing):
         found = []
         for i, f in enumerate(word.findings):
             cells = (f.level, duration(f.since_s) if f.since_s else "", f.about, f.text)
-            found.append(Row(f"{f.rule}/{f.about}/{i}", cells, f"{f.rule}: {f.text}", LEVEL_STYLE.get(f.level, "")))
-        return found + [Row(a, ("", "", a, text), f"{a} {text}", "dim") for a, text in word.actors.items()]
+            found.append(ListRow(f"{f.rule}/{f.about}/{i}", cells, f"{f.rule}: {f.text}", LEVEL_STYLE.get(f.level, "")))
+        return found + [ListRow(a, ("", "", a, text), f"{a} {text}", "dim") for a, text in word.actors.items()]

@@ -18,7 +18,7 @@ from actors.recorder.feed import Feed
 from actors.runtime.listener import Listener, http_log
 from bus import Bus
 from miles_async.console.verbs import Verbs
-from miles_async.console.web.guard import Guard, add_headers, refusal, token_of
+from miles_async.console.web.guard import WebGuard, add_headers, refusal, token_of
 from miles_async.console.web.hub import Hub
 from miles_async.console.web.verbs import routes
 from miles_async.settings.errors import SettingsError
@@ -95,7 +95,7 @@ async def serve(
     changed, empty = it may. `kept`: the bus is a copy of an ended run's. SettingsError when the port is taken."""
     token, hub = token_of(run_dir), Hub(bus, feed, run_dir, total_steps=total_steps, kept=kept)
     read_only = "this run has ended" if kept else read_only
-    guard = Guard(token, read_only)
+    guard = WebGuard(token, read_only)
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard.admit])
     app.on_response_prepare.append(add_headers)
     app.add_routes([*Pages(hub, read_only).routes(), *routes(Verbs(bus, run_dir))])

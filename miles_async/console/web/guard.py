@@ -39,7 +39,7 @@ def token_of(run_dir: Path | None) -> str:
     return fresh
 
 
-class Guard:
+class WebGuard:
     """The middleware. `read_only`: why nothing may be changed; empty = it may. `admitted`: called with each request that has shown
     the token."""
 

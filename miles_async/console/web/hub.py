@@ -22,7 +22,7 @@ from miles_async.console.scene import OfLate, read_scene
 from miles_async.console.watchdog import Audits
 from miles_async.console.web.curves import Curves
 from miles_async.console.web.looks import Looks
-from miles_async.console.web.state import State, Word, state_of, waiting
+from miles_async.console.web.state import DoctorWord, State, state_of, waiting
 from miles_async.settings.runs import read_settings
 
 REFRESH_S, DOCTOR_S = 0.5, 2.0
@@ -47,7 +47,7 @@ class Hub:
         self._refresh_s = refresh_s
         self._bus, self._feed, self._total, self._kept = bus, feed, total_steps, kept
         self._settings = read_settings(run_dir) if run_dir is not None else {}
-        self._looks, self.curves, self.word = Looks(), Curves(), Word()
+        self._looks, self.curves, self.word = Looks(), Curves(), DoctorWord()
         self._sections: dict[str, tuple[int, bytes]] = {}  # name -> (number of the look at which it changed, JSON)
         self._look, self.wall = 0, 0.0  # of the newest look, seconds
         self._answered = 0.0  # when the bus did last
@@ -137,7 +137,7 @@ class Hub:
                 of_trainer = said.get("trainer", "")
                 lately = clock.wall() - self.word.wall < 2 * OLDEST_WORD_S  # else nobody has watched for a while
                 waited = of_trainer if waiting(of_trainer) else self.word.waited if lately else ""
-                self.word = Word(tuple(findings), said, clock.wall(), waited, open_text(scene))
+                self.word = DoctorWord(tuple(findings), said, clock.wall(), waited, open_text(scene))
             except BusUnreachable:
                 share = 1.0  # `silent` says so
             spent = clock.monotonic() - began

@@ -31,7 +31,7 @@ HISTOGRAM = "rollout/start_age/"
 State = dict[str, Any]
 
 
-class Word(msgspec.Struct, frozen=True):
+class DoctorWord(msgspec.Struct, frozen=True):
     """The doctor's: what is wrong, one sentence per actor, when it was said; the last sentence in which the trainer waited; which
     groups are open, and where they are."""
 
@@ -46,7 +46,7 @@ def state_of(
     snapshot: Snapshot,
     history: History,
     looks: Looks,
-    word: Word,
+    word: DoctorWord,
     *,
     total_steps: int,
     settings: dict[str, dict[str, Any]],
@@ -101,7 +101,7 @@ def _run(snapshot: Snapshot, history: History, total_steps: int, ended: bool) ->
     }
 
 
-def _why(snapshot: Snapshot, history: History, word: Word, ended: bool) -> State:
+def _why(snapshot: Snapshot, history: History, word: DoctorWord, ended: bool) -> State:
     """Why the trainer waits, or that it does not: the doctor's sentence, and what its time went into lately."""
     if ended:
         done = snapshot.policy.finished or history.finished
@@ -125,7 +125,7 @@ def waiting(sentence: str) -> bool:
     return sentence.startswith(("has waited", "waits"))
 
 
-def _alarms(snapshot: Snapshot, history: History, word: Word) -> list[State]:
+def _alarms(snapshot: Snapshot, history: History, word: DoctorWord) -> list[State]:
     """What is wrong now, and the newest faults on record; each with since when."""
     found = [
         {"level": f.level, "text": f.text, "who": f.rule, "about": f.about, "wall": word.wall - f.since_s, "now": True}

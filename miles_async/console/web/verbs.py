@@ -19,7 +19,7 @@ from miles_async.settings.errors import SettingsError
 Answer = Callable[[web.Request], Awaitable[Any]]
 
 
-class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KnobChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """New values of knobs as text, or the epoch to go back to."""
 
     values: dict[str, str] = {}
@@ -43,7 +43,7 @@ def routes(verbs: Verbs) -> list[web.RouteDef]:
         return await verbs.samples(asked.get("set") or None, step, asked.get("order", "worst"))
 
     async def tune(request: web.Request) -> Any:
-        change = msgspec.json.decode(await request.read(), type=Change)
+        change = msgspec.json.decode(await request.read(), type=KnobChange)
         return await verbs.tune(change.values, change.reason, back_to=change.revert)
 
     async def bury(request: web.Request) -> Any:

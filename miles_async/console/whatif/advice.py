@@ -14,7 +14,7 @@ from actors.runtime.seeds import rng_for
 from actors.runtime.staleness import Rule, bound_in_steps
 from miles_async.console.text import plural
 from miles_async.console.whatif.observed import Observed, observe
-from miles_async.console.whatif.setup import Knobs, Pace
+from miles_async.console.whatif.setup import SimulatedKnobs, SimulatedPace
 from miles_async.console.whatif.simulation import Simulation, Stands
 
 BOUNDS = range(1, 7)
@@ -76,7 +76,7 @@ def predict(seen: Observed, rule: Rule, bound: int, slots: int, *, cap: int = 0)
     most = max(FEWEST_SAMPLES, MOST_SAMPLES * (1 - seen.thrown))
     batch = max(1, round(seen.batch / max(1.0, seen.batch * seen.group / most)))
     scale = seen.batch / batch
-    knobs = Knobs(
+    knobs = SimulatedKnobs(
         max_weight_staleness=bound,
         staleness_policy=rule,
         rollout_batch_size=batch,
@@ -86,7 +86,7 @@ def predict(seen: Observed, rule: Rule, bound: int, slots: int, *, cap: int = 0)
         staleness_lookahead=max(1, round(seen.lookahead / scale)),
         slots=max(1, round(slots / scale)),
     )
-    pace = Pace(train_s=seen.train_s, slowdown=seen.slowdown * scale)
+    pace = SimulatedPace(train_s=seen.train_s, slowdown=seen.slowdown * scale)
     simulation = Simulation(knobs, pace, seen.groups(), rng_for(0, "advice"))
     try:
         found = simulation.play(STEPS, WARM + bound_in_steps(bound, seen.interval))

@@ -10,9 +10,9 @@ import msgspec
 
 from actors.runtime.seeds import rng_for
 from miles_async.console.text import percent, plural, table
-from miles_async.console.whatif.outcome import Outcome
+from miles_async.console.whatif.outcome import SimulatedOutcome
 from miles_async.console.whatif.record import Recorded, knobs_of
-from miles_async.console.whatif.setup import Knobs
+from miles_async.console.whatif.setup import SimulatedKnobs
 from miles_async.console.whatif.simulation import Simulation, Stands
 from miles_async.settings.catalog import catalog, shown_value
 from miles_async.settings.errors import Refusals, SettingsError
@@ -47,7 +47,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def changed(recorded: Recorded, patch: Mapping[str, Any]) -> Knobs:
+def changed(recorded: Recorded, patch: Mapping[str, Any]) -> SimulatedKnobs:
     """The run's knobs with a patch. SettingsError with all rules that it breaks."""
     before = recorded.settings
     after, own = before.changed(patch), recorded.knobs
@@ -66,12 +66,12 @@ def _broken(settings: Flat) -> list[SettingsError]:
     return found.found
 
 
-def simulated(recorded: Recorded, knobs: Knobs, seeds: int) -> Figures:
+def simulated(recorded: Recorded, knobs: SimulatedKnobs, seeds: int) -> Figures:
     """SettingsError where the run would stand still."""
     bound = knobs.max_weight_staleness * knobs.update_weights_interval
     steps = max(FEWEST_STEPS, min(STEPS, MOST_SAMPLES // knobs.size))
     warm = 8 + 2 * bound + (0 if knobs.auto is None else FINDING)
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulatedOutcome] = []
     for seed in range(seeds):
         chance = rng_for(seed, "whatif")
         groups = recorded.groups(knobs.n_samples_per_prompt, chance)

@@ -14,16 +14,16 @@ from typing import Literal
 import msgspec
 
 from actors.generation.lane import lane_of
-from actors.generation.slots import Limits, Look, Slots
+from actors.generation.slots import EngineLook, Limits, Slots
 from bus.messages.groups import OpenGroup
 from bus.messages.versions import VersionSpan
-from miles_async.console.whatif.setup import Draw, Knobs
+from miles_async.console.whatif.setup import Draw, SimulatedKnobs
 
 NEVER = float("inf")
 Way = Literal["prompts", "prefixes", "tail"]
 
 
-class Running(msgspec.Struct):
+class SimulatedSample(msgspec.Struct):
     """One sample on its way. `made` tokens of it are there; `parts`: step and tokens, oldest first."""
 
     group: OpenGroup
@@ -53,7 +53,7 @@ class Running(msgspec.Struct):
         return tuple(found)
 
 
-class Worker:
+class SimulatedWorker:
     """One engine. `slowdown`: what each request running adds to the seconds of a lone one, as a share."""
 
     def __init__(self, name: str, slots: int, slowdown: float) -> None:
@@ -64,7 +64,7 @@ class Worker:
         self._slowdown = slowdown
         self._work = self._now = self._paused_until = 0.0
         self._loaded: list[tuple[float, int]] = []  # work clock at which a step's weights came
-        self._ends: list[tuple[float, int, Running]] = []
+        self._ends: list[tuple[float, int, SimulatedSample]] = []
         self._number = 0
 
     @property
@@ -92,7 +92,7 @@ class Worker:
         """Slots under `auto`, as the worker's pace decides them; of keys and values, and of a queue of its own, this engine tells
         nothing. `masked`: share of the batch of that step."""
         alone = sum(run.draw.tokens / run.draw.seconds for _, _, run in self._ends if run.draw.seconds)
-        said = Look(len(self._ends), self._ended, alone / self._pace, masked_step=step, masked=masked)
+        said = EngineLook(len(self._ends), self._ended, alone / self._pace, masked_step=step, masked=masked)
         self.slots, self._ended = self._auto.decide(said, limits), 0
 
     def load(self, step: int, pause_s: float) -> None:
@@ -102,7 +102,7 @@ class Worker:
         self._loaded.append((self._work, step))
         self._paused_until = self._now + pause_s
 
-    def begin(self, run: Running, stop_at: float) -> None:
+    def begin(self, run: SimulatedSample, stop_at: float) -> None:
         """Take a sample; it leaves at its end, or at `stop_at` tokens."""
         run.from_work, run.stop_at = self._work, stop_at
         until = min(run.draw.tokens, stop_at)
@@ -110,7 +110,7 @@ class Worker:
         seconds = run.draw.seconds * (until - run.made) / run.draw.tokens
         heapq.heappush(self._ends, (self._work + seconds, self._number, run))
 
-    def pop(self) -> Running:
+    def pop(self) -> SimulatedSample:
         """The sample whose time has come, with its tokens."""
         end, _, run = heapq.heappop(self._ends)
         self._work = max(self._work, end)
@@ -118,7 +118,7 @@ class Worker:
         self._tokens(run, min(run.draw.tokens, run.stop_at) - run.made)
         return run
 
-    def interrupt(self) -> list[Running]:
+    def interrupt(self) -> list[SimulatedSample]:
         """All samples, with the tokens that they have by now."""
         found = [run for _, _, run in sorted(self._ends, key=lambda item: item[1])]
         self._ends.clear()
@@ -127,7 +127,7 @@ class Worker:
             self._tokens(run, min(run.draw.tokens - run.made, run.draw.tokens * part))
         return found
 
-    def _tokens(self, run: Running, tokens: float) -> None:
+    def _tokens(self, run: SimulatedSample, tokens: float) -> None:
         """Spread tokens that were made since `from_work` over the versions that were loaded meanwhile."""
         took = self._work - run.from_work
         first = max(0, bisect_right(self._loaded, (run.from_work, 1 << 62)) - 1)
@@ -141,15 +141,15 @@ class Worker:
 
 
 class Engines:
-    """All workers, and the samples that wait for them. `slowdown`: see `Worker`."""
+    """All workers, and the samples that wait for them. `slowdown`: see `SimulatedWorker`."""
 
-    def __init__(self, knobs: Knobs, slowdown: float) -> None:
+    def __init__(self, knobs: SimulatedKnobs, slowdown: float) -> None:
         names = [f"w{i:04d}" for i in range(knobs.num_generation_workers)]
         self._tail_after, self._slice = knobs.tail_after_tokens, knobs.max_tokens_per_slice
         self._resumes = knobs.partial_rollout  # else an interrupted sample begins anew
         self.lane = lane_of(names, tail_slots=knobs.tail_slots if self._tail_after else 0, each=knobs.slots)
-        self.workers = [Worker(name, self.lane.get(name, knobs.slots), slowdown) for name in names]
-        self._waiting: dict[Way, deque[Running]] = {"tail": deque(), "prefixes": deque(), "prompts": deque()}
+        self.workers = [SimulatedWorker(name, self.lane.get(name, knobs.slots), slowdown) for name in names]
+        self._waiting: dict[Way, deque[SimulatedSample]] = {"tail": deque(), "prefixes": deque(), "prompts": deque()}
 
     @property
     def running(self) -> int:
@@ -172,7 +172,7 @@ class Engines:
     def room(self) -> float:
         return sum(worker.room for worker in self.workers)
 
-    def next_end(self) -> tuple[float, Worker]:
+    def next_end(self) -> tuple[float, SimulatedWorker]:
         """When, and where, the next sample gives its slot back."""
         return min(((worker.next_end(), worker) for worker in self.workers), key=lambda item: item[0])
 
@@ -186,10 +186,10 @@ class Engines:
             if worker.step >= 0 and worker.name not in self.lane:
                 worker.look(limits, step, masked)
 
-    def issue(self, run: Running) -> None:
+    def issue(self, run: SimulatedSample) -> None:
         self._waiting["prompts"].append(run)
 
-    def end(self, worker: Worker) -> Running | None:
+    def end(self, worker: SimulatedWorker) -> SimulatedSample | None:
         """The sample whose time has come on a worker; None where it goes on elsewhere."""
         run = worker.pop()
         if run.made >= run.draw.tokens:
@@ -198,7 +198,7 @@ class Engines:
         self._park(run, "tail" if self.lane and worker.name not in self.lane and outlived else "prefixes")
         return None
 
-    def load(self, worker: Worker, step: int, pause_s: float, *, abort: bool) -> None:
+    def load(self, worker: SimulatedWorker, step: int, pause_s: float, *, abort: bool) -> None:
         """New weights on a worker; with `abort` its samples give their slots back."""
         parked = worker.interrupt() if abort else []
         worker.load(step, pause_s)
@@ -207,7 +207,7 @@ class Engines:
                 run.made, run.parts = 0.0, []
             self._park(run, "prefixes")
 
-    def _park(self, run: Running, way: Way) -> None:
+    def _park(self, run: SimulatedSample, way: Way) -> None:
         run.way = way
         self._waiting[way].append(run)
 
@@ -218,7 +218,7 @@ class Engines:
             if not any(self._take(worker) for _, _, worker in free):
                 return
 
-    def _take(self, worker: Worker) -> bool:
+    def _take(self, worker: SimulatedWorker) -> bool:
         in_lane = worker.name in self.lane
         for way, waiting in self._waiting.items():
             if way == "tail" and self.lane and not in_lane:
@@ -229,7 +229,7 @@ class Engines:
                 return True
         return False
 
-    def _stop_at(self, run: Running, in_lane: bool) -> float:
+    def _stop_at(self, run: SimulatedSample, in_lane: bool) -> float:
         """Tokens at which a sample gives its slot back."""
         slices = run.made + self._slice if self._slice else NEVER
         leaves = self.lane and not in_lane and run.way != "tail" and run.made < self._tail_after

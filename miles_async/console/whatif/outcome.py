@@ -11,10 +11,10 @@ from actors.runtime.staleness import bound_in_steps
 from bus.messages.samples import RolloutDone
 from bus.messages.versions import staleness
 from miles_async.console.whatif.engines import Engines
-from miles_async.console.whatif.setup import Knobs, Pace
+from miles_async.console.whatif.setup import SimulatedKnobs, SimulatedPace
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the counted steps. `efficiency`: time that trainer or full engines need for a step, whichever is more, over the
     time that it takes. `slots`: of all engines. Shares: `wait` of the trainer's time, `idle` of the engines' slots, `masked` of
     the tokens trained, `dropped` of the samples, by reason, `split` of the groups: trained while members still ran. Ages in steps:
@@ -57,14 +57,14 @@ class Seen:
         self._masked += masked
         return masked
 
-    def outcome(self, until: float, knobs: Knobs, pace: Pace, engines: Engines, steps: int) -> Outcome:
+    def outcome(self, until: float, knobs: SimulatedKnobs, pace: SimulatedPace, engines: Engines, steps: int) -> SimulatedOutcome:
         took = until - self._since
         tokens, judged = self._ages.total(), self._samples + self._dropped.total()
         bound = bound_in_steps(knobs.max_weight_staleness, knobs.update_weights_interval)
         trains_s = pace.train_s + pace.train_token_s * tokens / (steps + 1) + mean(pace.between_s)
         slots = (engines.room - self._room) / took  # of all workers, on average
         engines_s = self.work / steps * (1 + pace.slowdown * slots / len(engines.workers)) / slots
-        return Outcome(
+        return SimulatedOutcome(
             step_s=took / steps,
             efficiency=max(trains_s, engines_s) * steps / took,
             wait=self.wait / took,

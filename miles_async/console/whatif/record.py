@@ -21,7 +21,7 @@ from actors.recorder.records import Record
 from actors.trainer.spread import RUNNING, SECONDS
 from bus.inspect import wall_of
 from miles_async.console.whatif.observed import live_knobs, settled, slowdown_of
-from miles_async.console.whatif.setup import Draw, DrawnGroup, Knobs, Pace
+from miles_async.console.whatif.setup import Draw, DrawnGroup, SimulatedKnobs, SimulatedPace
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.flat import Flat
 from miles_async.settings.live import whole
@@ -110,9 +110,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     record lacks. `engine_most`: samples that an engine runs at once, where `auto` met that."""
 
     settings: Flat
-    knobs: Knobs
+    knobs: SimulatedKnobs
     engine_most: int
-    pace: Pace
+    pace: SimulatedPace
     pool: tuple[tuple[Draw, ...], ...]
     drops: tuple[tuple[str, float, float], ...]
     measured: Measured
@@ -180,7 +180,7 @@ def recorded(records: Sequence[Record]) -> Recorded:
     )
 
 
-def knobs_of(s: Flat, *, workers: int, slots: int, engine_most: int) -> Knobs:
+def knobs_of(s: Flat, *, workers: int, slots: int, engine_most: int) -> SimulatedKnobs:
     """Settings in the simulation's terms. `slots`: of a worker at first, where the setting is auto. `engine_most`: as `Recorded`
     has it, 0 = not known."""
     fixed, bound, interval = s.sglang_server_concurrency, s.max_weight_staleness, s.update_weights_interval
@@ -191,9 +191,9 @@ def knobs_of(s: Flat, *, workers: int, slots: int, engine_most: int) -> Knobs:
         "num_generation_workers": workers,
         "aborts": s.pause_generation_mode == "abort",
     }
-    for name in Knobs.__struct_fields__:
+    for name in SimulatedKnobs.__struct_fields__:
         own.setdefault(name, 0 if s.values.get(name) is None else s.values[name])
-    return Knobs(**own)
+    return SimulatedKnobs(**own)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def _engine_most(s: Flat, records: Sequence[Record]) -> int:
     return most if most < (s.sglang_concurrency_max or AUTO_MAX_RUNNING) else 0
 
 
-def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> Pace:
+def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], notes: list[str]) -> SimulatedPace:
     tokens, seconds = [s.get("rollout/tokens") for s in steps], [s.get("perf/train_s") for s in steps]
     middle, typical = fmean(tokens), fmean(seconds)
     a_token = _slope(tokens, seconds)
@@ -246,7 +246,7 @@ def _pace(history: History, records: Sequence[Record], steps: Sequence[Step], no
     loads = [r for r in history.activations if r["wall"] >= steps[0].wall and r["version"] in told]
     if not loads:
         notes.append("the record does not tell when versions were served: taken as at once")
-    return Pace(
+    return SimulatedPace(
         train_s=base,
         train_token_s=a_token,
         train_noise_s=tuple(y - base - a_token * t for t, y in zip(tokens, seconds, strict=True)),

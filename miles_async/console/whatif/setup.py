@@ -31,7 +31,7 @@ class DrawnGroup(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class Knobs(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedKnobs(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the run under their own names; 0 for what is not set. `slots` are those of one worker; with `auto` those that it
     begins with, and moves within these limits."""
 
@@ -57,7 +57,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
         return self.rollout_batch_size * self.n_samples_per_prompt
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedPace(msgspec.Struct, frozen=True, kw_only=True):
     """What takes time, in seconds; each list is drawn from at random. A training step takes `train_s + train_token_s * tokens`
     and one of `train_noise_s`; `between_s` pass from its end to the next look for a batch, `turned_s` until the filter has let
     go; a version is served `publish_s` after its step; then its engine stands still for `pause_s`. From one room to the next it

@@ -1,7 +1,7 @@
 """A run in simulated time: what is issued, let go, trained and dropped is decided by the rooms' own code
 (actors.sampler.admission and progress, actors.filter.groups, actors.trainer.cut); this file brings time.
 
-Times come from `Pace`, samples from an endless iterator. Not simulated: failures, evaluations, checkpoints other than as
+Times come from `SimulatedPace`, samples from an endless iterator. Not simulated: failures, evaluations, checkpoints other than as
 seconds between two steps, the room of the bus.
 """
 
@@ -18,7 +18,7 @@ from actors.filter.groups import GroupTable, Half, leaves_now, tips
 from actors.generation.slots import LOOK_S, Limits
 from actors.runtime.staleness import bound_in_steps, rule_of
 from actors.sampler.admission import engine_room, group_credits
-from actors.sampler.progress import Progress
+from actors.sampler.progress import SamplerProgress
 from actors.trainer.batches import PARTING
 from actors.trainer.cut import Part, cut
 from bus.messages.active import PolicyActive
@@ -29,9 +29,9 @@ from bus.messages.samples import Response, RolloutDone, SampleTask, Scored
 from bus.messages.versions import PolicyVersion
 from bus.streams.entry import Entry
 from bus.topology import SCORED
-from miles_async.console.whatif.engines import NEVER, Engines, Running, Worker
-from miles_async.console.whatif.outcome import Outcome, Seen
-from miles_async.console.whatif.setup import DrawnGroup, Knobs, Pace
+from miles_async.console.whatif.engines import NEVER, Engines, SimulatedSample, SimulatedWorker
+from miles_async.console.whatif.outcome import Seen, SimulatedOutcome
+from miles_async.console.whatif.setup import DrawnGroup, SimulatedKnobs, SimulatedPace
 
 NO_END = 1 << 40  # steps: the run goes on for ever, so that its end is not counted
 EVENTS_A_SAMPLE = 64  # far more than any sample needs; then the run stands still
@@ -45,12 +45,12 @@ class Stands(Exception):
 class Simulation:
     """One run; `play` it once."""
 
-    def __init__(self, knobs: Knobs, pace: Pace, groups: Iterator[DrawnGroup], chance: Random) -> None:
+    def __init__(self, knobs: SimulatedKnobs, pace: SimulatedPace, groups: Iterator[DrawnGroup], chance: Random) -> None:
         self._knobs, self._pace, self._groups, self._chance = knobs, pace, groups, chance
         self._engines = Engines(knobs, pace.slowdown)
         self._rule = rule_of(knobs.staleness_policy, knobs.max_weight_staleness)
         self._bound = bound_in_steps(knobs.max_weight_staleness, knobs.update_weights_interval)
-        self._progress, self._table = Progress(keeps=False), GroupTable()
+        self._progress, self._table = SamplerProgress(keeps=False), GroupTable()
         self._drawn: dict[str, DrawnGroup] = {}
         self._again: deque[DrawnGroup] = deque()  # prompts that were given up and start again
         self._untrained: dict[str, int] = {}  # group -> samples that no step has trained, in the order of issue
@@ -70,7 +70,7 @@ class Simulation:
 
     # -- time -----------------------------------------------------------------------------------------------------------
 
-    def play(self, steps: int, warm: int) -> Outcome:
+    def play(self, steps: int, warm: int) -> SimulatedOutcome:
         """`steps` that count, after `warm` that do not. Stands: a step does not come."""
         for worker in self._engines.workers:
             self._activate(worker, 0)
@@ -147,15 +147,15 @@ class Simulation:
     def _arrive(self, opened: OpenGroup, drawn: DrawnGroup) -> None:
         self._on_way -= len(drawn.members)
         for index, draw in enumerate(drawn.members):
-            self._engines.issue(Running(opened, index, draw))
+            self._engines.issue(SimulatedSample(opened, index, draw))
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: SimulatedWorker) -> None:
         run = self._engines.end(worker)
         if run is not None:
             self._seen.work += run.draw.seconds
             self._in(2 * self._pace.hop_s + run.draw.score_s, partial(self._judge, run))
 
-    def _activate(self, worker: Worker, step: int) -> None:
+    def _activate(self, worker: SimulatedWorker, step: int) -> None:
         if step <= worker.step:
             return
         self._engines.load(worker, step, self._one(self._pace.pause_s) if step else 0.0, abort=self._knobs.aborts)
@@ -180,7 +180,7 @@ class Simulation:
 
     # -- filter ---------------------------------------------------------------------------------------------------------
 
-    def _judge(self, run: Running) -> None:
+    def _judge(self, run: SimulatedSample) -> None:
         """A scored sample reaches the filter."""
         group_id = run.group.group_id
         task = SampleTask(
