@@ -9,7 +9,7 @@ class Guess:
     """`label` of the task is the number, from 0 to 9."""
 
     def reset(self, task: dict[str, Any]) -> str:
-        """The first observation."""
+        """Begin anew with the task's number, and say what the policy sees first."""
         self._secret, self._left = int(task["label"] or 7) % 10, 4
         return "guess a digit"
 

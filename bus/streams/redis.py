@@ -96,6 +96,9 @@ class Bus:
 
         `repeatable`: twice is harmless, as for all mere news, so a lost connection is waited out. Otherwise it is an
         error, because an outcome that is unknown must not be doubled.
+
+        Example:
+            await bus.append([Out(KNOBS, patch)])
         """
         placed = await self._placed(outs, self.config.inline_limit_bytes)
         if max((len(one.body) for one in placed), default=0) <= min(self.config.hop_limit_bytes, self.config.inline_limit_bytes):
@@ -126,6 +129,9 @@ class Bus:
 
         `done` False with `moved` names acknowledgements that were no longer pending: somebody else finished that entry. Bodies
         written for a commit that had no effect are left to `sweep_orphans`: after a lost reply only that can tell.
+
+        Example:
+            done = await bus.commit(Commit(ack=(entry,), append=(Out(SCORED, scored),), ledger=ledger.dropped("stale", 0, 31)))
         """
         outcome, rest = await self._hop(commit, await self._placed(commit.append, self.config.hop_limit_bytes))
         if outcome == b"moved":
@@ -269,7 +275,11 @@ class Bus:
         return found
 
     async def last(self, stream: Stream, count: int = 1) -> list[Entry]:
-        """The newest entries of a stream, newest first."""
+        """The newest entries of a stream, newest first.
+
+        Example:
+            [newest] = await bus.last(POLICY) or [None]
+        """
         reply = await self.link.run("XREVRANGE", self.keys.stream(stream.name), "+", "-", "COUNT", count)
         return [make_entry(stream, "", raw) for raw in reply]
 
@@ -300,7 +310,11 @@ class Bus:
         return dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
 
     async def state_as(self, field: str, read: Callable[[str], T]) -> T:
-        """The same as what `read` makes of it; Garbage where that cannot."""
+        """A field of the run's small state as what `read` makes of its text, which is empty when unset; Garbage where that cannot.
+
+        Example:
+            version = await bus.state_as("version", lambda text: int(text or 0))
+        """
         text = await self.state(field)
         try:
             return read(text)
@@ -308,7 +322,8 @@ class Bus:
             raise Garbage.of_hash(self.keys.state, field, error) from error
 
     async def open_group(self, key: str) -> OpenGroup | None:
-        """What stands in the list of open groups under this group (or part of one); None when it is closed."""
+        """What stands in the list of open groups under this group, or part of one (`g0000042`, `g0000042+3`); None when it is
+        closed. Garbage where somebody else wrote there."""
         raw = await self.link.run("HGET", self.keys.open_groups, key)
         return self.group_of(key, raw) if raw else None
 

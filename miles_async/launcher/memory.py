@@ -246,7 +246,7 @@ class Trainer:
         return first * self._of_rank(self.layout, weights, 0) + holders * self._of_rank(self.layout, 0, state)
 
     def notes_of_host(self, free: int) -> Iterator[str]:
-        """What is only needed for a while."""
+        """A note where what lies on the host and a checkpoint's copy of it need more than its `free` bytes."""
         if self.s.flat.train_backend != "megatron" or self.s.ckpt.no_save:
             return
         held, copied = sum(self.on_host().values()), self.in_checkpoint()

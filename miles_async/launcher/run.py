@@ -107,7 +107,7 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
 
 
 def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkServer]) -> Callable[[Bus], Placer]:
-    """Makes what says where this run's actors are to be."""
+    """What makes the Placer of --launcher: on this host, or Ray's. `servers`: processes to fork actors from."""
     threads = {"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads}
     if settings.launch.launcher == "local":
         return lambda _: LocalPlacer(Path(place.run_dir), threads=threads, servers=servers)

@@ -61,16 +61,25 @@ class Process(Protocol):
 
 
 class Placer(Protocol):
-    """Where actors run, and how they are started there. `notes`: (kind, text) of everything an operator should know."""
+    """Where actors run, and how they are started there. `notes`: (kind, text) of everything an operator should know.
+
+    Example, as the supervisor calls it for each actor between `open` and `close`:
+        placer.add(spec)
+        await placer.open()
+        await placer.place(spec)                # returns at once where it has a place
+        process = await placer.start(spec)
+        end = await placer.end_of(spec, process)
+        await placer.close()
+    """
 
     notes: list[tuple[EventKind, str]]
 
     def add(self, spec: ActorSpec) -> None:
-        """Know of an actor; nothing is started."""
+        """Know of an actor, before `open`; nothing is started."""
         ...
 
     async def place(self, spec: ActorSpec) -> None:
-        """Until there is a place for it; may be cancelled."""
+        """Return when there is a place for it, where it may take a scheduler long; may be cancelled and asked again."""
         ...
 
     async def start(self, spec: ActorSpec) -> Process:
@@ -78,7 +87,7 @@ class Placer(Protocol):
         ...
 
     async def end_of(self, spec: ActorSpec, process: Process) -> End:
-        """Wait for its end."""
+        """Wait for its end, and say how it ended: its exit code, its last lines, or that its place is gone."""
         ...
 
     async def open(self) -> None:

@@ -132,6 +132,10 @@ class Session(Protocol):
         watch: gets all tokens of this turn so far whenever more came, in a replay too; True ends the turn there (`stop`).
         Several may be under way at once, if the program starts them in the same order at every run.
         Raises Poison: the engine can never serve this (too long, ill-formed).
+
+        Example:
+            answer = await session.generate([*task.prompt, *said])
+            said += answer.tokens
         """
         ...
 
@@ -142,18 +146,31 @@ class Session(Protocol):
         What the model said so far is saved before it. Killed in between, the call is made again: once or more, never after its
         answer was saved. Arguments and answer must be encodable (msgpack); the answer comes as it is read back.
         Raises what the call raises, which is not kept, TimeoutError behind `deadline_s`, and ValueError for an answer above 4 MiB.
+
+        Example:
+            page = await session.tell("fetch", browser.get, url, deadline_s=20.0)
         """
         ...
 
     def world(self) -> World:
-        """The environment of this episode, kept by the environments room (--environment-path): `await world.reset()`, then
-        `await world.step(action)`. It outlives this worker; one that was lost is rebuilt by the episode's own actions. Raises
-        Poison where the run keeps none."""
+        """The environment of this episode, kept by the environments room (--environment-path). It outlives this worker; one that
+        was lost is rebuilt by the episode's own actions. Raises Poison where the run keeps none.
+
+        Example:
+            world = session.world()
+            seen = await world.reset()
+            seen, reward, over = await world.step(action)
+        """
         ...
 
     async def save(self) -> None:
         """All that the model said so far is on the bus when this returns: for who shows it to something outside other than by
-        `tell`, which does it itself."""
+        `tell`, which does it itself.
+
+        Example:
+            await session.save()
+            await chat_room.post(text)
+        """
         ...
 
 

@@ -91,7 +91,19 @@ class Saving(Protocol):
 
 class Core(ABC):
     """One rank's share of a training, its models loaded: what `core_of` (training/ranked.py) makes of (config, connected ranks). It
-    is `rank` of `n_ranks` data-parallel ones. What libraries do alike stands here."""
+    is `rank` of `n_ranks` data-parallel ones. What libraries do alike stands here.
+
+    Example of a library of your own (`--train-backend mine.lib.Mine`):
+        class Mine(Core):
+            def __init__(self, config: BackendConfig, ranks: Ranks) -> None: ...   # load the models; Refused where it cannot
+
+    Example of a step, as training/step.py makes one (`work`: micro-batches of this rank):
+        packed = core.pack(samples)
+        for which in core.models(cfg):
+            scores[which] = core.score(which, packed, work)     # float32 [N]
+        core.forward_backward(work[0], policy, value, learns=True, entropy_gradient=False, watch=watch)
+        norms, finite = core.apply(core.rates(step, knobs), update=True)
+    """
 
     config: BackendConfig
     objective: ObjectiveConfig
@@ -162,7 +174,8 @@ class Core(ABC):
     # -- a step -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def pack(self, samples: Sequence[BatchSample]) -> Packed: ...
+    def pack(self, samples: Sequence[BatchSample]) -> Packed:
+        """A rollout batch in the library's own layout, on every rank alike; nothing is computed yet."""
 
     @abstractmethod
     def models(self, cfg: ObjectiveConfig) -> tuple[str, ...]:
