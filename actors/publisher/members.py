@@ -1,4 +1,4 @@
-"""The run's generation workers, as the events log tells (pure): who lives, serves what, and can be sent a version.
+"""The run's rollout workers, as the events log tells (pure): who lives, serves what, and can be sent a version.
 
 This table alone decides it. Time is the reader's own monotonic clock at the receipt of a word; no clock of another host is read.
 

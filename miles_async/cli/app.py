@@ -35,7 +35,7 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("train", "miles_async.cli.train", "Train a policy as a settings file says.", draws=True),
     Command("quickstart", "miles_async.cli.quickstart", "Train a tiny model on arithmetic, from any folder.", draws=True),
-    Command("worker", "miles_async.cli.worker", "Add one generation worker to a running run, from anywhere."),
+    Command("worker", "miles_async.cli.worker", "Add one rollout worker to a running run, from anywhere."),
     Command("status", "miles_async.cli.status", "Show actors and streams of a run."),
     Command("top", "miles_async.cli.top", "Show a run in the terminal, live, and steer it there.", draws=True),
     Command("attach", "miles_async.cli.top", "The same as top: a run's view again, after its terminal was closed.", draws=True),

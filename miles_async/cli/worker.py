@@ -1,4 +1,4 @@
-"""Add one generation worker to a running run, from any machine that reaches its bus. Ctrl-C drains it: what it holds is
+"""Add one rollout worker to a running run, from any machine that reaches its bus. Ctrl-C drains it: what it holds is
 parked and continues elsewhere. A worker that lost the bus joins again once it answers, and one whose run was started again with
 other settings for workers takes those: no launcher watches over it."""
 

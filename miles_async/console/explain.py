@@ -97,7 +97,7 @@ def held_up(scene: Scene) -> str:
     workers = scene.snapshot.living("generation")
     waiting = {a.vitals.role: a.vitals.waits_for for a in scene.snapshot.living()}
     if not workers:
-        return "no generation worker is alive"
+        return "no rollout worker is alive"
     if policy.active < 0:
         return "no engine serves a version yet"
     if not any(count.values()):

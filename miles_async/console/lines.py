@@ -38,7 +38,7 @@ def state_text(actor: ActorFacts) -> Text:
 
 
 def busy_text(vitals: Vitals) -> str:
-    """Entries it works on; of a generation worker also how many it takes at once."""
+    """Entries it works on; of a rollout worker also how many it takes at once."""
     return f"{vitals.in_flight} of {vitals.slots}" if vitals.slots else str(vitals.in_flight)
 
 
@@ -79,7 +79,7 @@ def banner(settings: RunSettings) -> str:
         "data": f"{r.prompt_data or r.data_source_path}, {learned}",
         "plan": f"{steps} of {r.rollout_batch_size} prompts × {r.n_samples_per_prompt} answers, staleness at most "
         f"{r.max_weight_staleness}",
-        "workers": f"{plural(s.num_generation_workers, 'generation worker')}{external}, {engines}{gpus}",
+        "workers": f"{plural(s.num_generation_workers, 'rollout worker')}{external}, {engines}{gpus}",
         "trainer": f"{perf.train_backend}, {plural(settings.flat.train_ranks, 'rank')}",
         "folder": str(settings.run_dir),
         "bus": without_secrets(settings.bus.bus_url) if settings.bus.bus_url else "a Redis of its own in the folder",

@@ -98,7 +98,7 @@ async def _until_first_step(bus: Bus, feed: Feed, stop: asyncio.Event, say: Call
         actors += [a for role in ("generation", "trainer") for a in snapshot.of_role(role)[:2]]
         said = [f"{a.vitals.actor} {state_text(a)} {waits_text(a)}".rstrip() for a in actors]
         if not snapshot.living("generation"):
-            said.append("no generation worker is there yet")
+            said.append("no rollout worker is there yet")
         say(f"no step yet after {duration(bus.clock.monotonic() - began)}: {'; '.join(said)}")
 
 

@@ -396,5 +396,5 @@ async def _until_over(watches: dict[str, asyncio.Task[None]], asked: asyncio.Eve
 
 
 def _peers(name: str, watches: Collection[str]) -> list[str]:
-    """Generation workers that can do the work of the one that gave up; nobody can stand in for other actors."""
+    """Rollout workers that can do the work of the one that gave up; nobody can stand in for other actors."""
     return [w for w in watches if w != name and name.startswith(("generation-", "lent-")) and w.startswith("generation-")]

@@ -140,7 +140,7 @@ class Flat:
 
     @property
     def most_workers(self) -> int:
-        """Generation workers that the run ever has of its own."""
+        """Rollout workers that the run ever has of its own."""
         return int(self.max_workers or self.num_generation_workers)
 
     @property

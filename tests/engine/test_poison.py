@@ -1,4 +1,4 @@
-"""A generation worker and entries that will never work: buried with a letter, and their group still closes."""
+"""A rollout worker and entries that will never work: buried with a letter, and their group still closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generation worker whose engine shares its memory with a trainer: turns told on a real bus, a real engine process."""
+"""A rollout worker whose engine shares its memory with a trainer: turns told on a real bus, a real engine process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A generation worker on a real bus and a real engine process: weight updates in mid-sample, engines that are refused."""
+"""A rollout worker on a real bus and a real engine process: weight updates in mid-sample, engines that are refused."""
 
 from __future__ import annotations
 

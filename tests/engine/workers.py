@@ -1,4 +1,4 @@
-"""A generation worker in this process, on a real bus, for tests with a real engine process; what they send and wait for."""
+"""A rollout worker in this process, on a real bus, for tests with a real engine process; what they send and wait for."""
 
 from __future__ import annotations
 

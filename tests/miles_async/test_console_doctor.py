@@ -48,7 +48,7 @@ async def test_a_room_without_a_living_actor_is_named_with_what_waits_for_it(red
         for name in ("generation-0", "generation-1"):
             await story.alive(vitals(name, "generation", state="stopped"))
         found = await faults(bus)
-    assert found["no actor"].startswith("no living generation worker; generation-0 stopped")
+    assert found["no actor"].startswith("no living rollout worker; generation-0 stopped")
     assert "3 entries on prompts" in found["no actor"]
     assert "miles-async worker" in found["no actor"]
 

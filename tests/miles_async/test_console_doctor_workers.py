@@ -1,4 +1,4 @@
-"""What the doctor says of generation workers: those that are gone, silent, behind, or on a wrong clock."""
+"""What the doctor says of rollout workers: those that are gone, silent, behind, or on a wrong clock."""
 
 
 import asyncio

@@ -212,7 +212,7 @@ async def test_a_run_without_workers_says_that_it_waits_for_one(redis_url, run_n
         await Story(bus).alive(vitals("guest", "generation", state="stopped"))
         out = io.StringIO()
         await show(bus, tmp_path, "plain", out, until=lambda: "no step yet" in out.getvalue())
-    assert "samples of step 1 on groups; no generation worker is there yet" in " ".join(out.getvalue().split()), out.getvalue()
+    assert "samples of step 1 on groups; no rollout worker is there yet" in " ".join(out.getvalue().split()), out.getvalue()
 
 
 def test_a_run_says_at_once_what_it_is_and_what_it_starts(tmp_path, capsys):
@@ -224,12 +224,12 @@ def test_a_run_says_at_once_what_it_is_and_what_it_starts(tmp_path, capsys):
     said = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[1:-1]}
     assert said["model"] == "builtin:arithmetic" and said["data"] == "x.jsonl, rewards by math"
     assert said["plan"] == "3 steps of 2 prompts × 8 answers, staleness at most 1"
-    assert said["workers"] == "2 generation workers, embedded engines" and said["trainer"] == "torch, 1 rank"
+    assert said["workers"] == "2 rollout workers, embedded engines" and said["trainer"] == "torch, 1 rank"
     assert said["folder"] == str(SETTINGS.run_dir) and said["bus"].startswith("a Redis of its own")
     supervised = {"loss_type": "sft", "n_samples_per_prompt": 1, "engine": "none"}
     alone = settings_from(hf_checkpoint="builtin:arithmetic", prompt_data="x.jsonl", num_rollout=3, **supervised)
     said = {line.split()[0]: line.split(maxsplit=1)[1] for line in banner(alone).splitlines()[1:-1]}
-    assert said["workers"] == "1 generation worker, no engines" and said["data"] == "x.jsonl, its responses are learned"
+    assert said["workers"] == "1 rollout worker, no engines" and said["data"] == "x.jsonl, its responses are learned"
     text = starting(["trainer", "generation"], alone)
     assert text == "starting trainer, generation; the first step waits for 32 scored groups"
     text = starting(["trainer", "generation", "generation"], SETTINGS)

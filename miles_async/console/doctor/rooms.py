@@ -56,7 +56,7 @@ def missing_rooms(scene: Scene) -> Iterator[Finding]:
         last = f"; {seen}" if seen else ""
         behind = f"; waiting for it: {', '.join(waiting)}" if waiting else ""
         remedy = " Start one with miles-async worker." if role == "generation" else ""
-        name = "generation worker" if role == "generation" else role
+        name = "rollout worker" if role == "generation" else role
         yield Finding("error", "no actor", role, f"no living {name}{last}{behind}.{remedy}", age)
 
 

@@ -143,12 +143,12 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
     min_workers: Annotated[
         NaturalInt | None,
         doc(
-            "Generation workers that must have a place before the run starts. Unset: num_generation_workers.", unit="workers",
+            "Rollout workers that must have a place before the run starts. Unset: num_generation_workers.", unit="workers",
             ours=True,
         ),
     ] = None
     max_workers: Annotated[
         PositiveInt | None,
-        doc("Most generation workers, as nodes join the Ray cluster. Unset: num_generation_workers.", unit="workers", ours=True),
+        doc("Most rollout workers, as nodes join the Ray cluster. Unset: num_generation_workers.", unit="workers", ours=True),
     ] = None
     report: Annotated[bool, doc("Write report.html at the end of the run.", ours=True)] = True

@@ -1,4 +1,4 @@
-"""SGLANG: the inference engines and the generation workers that drive them."""
+"""SGLANG: the inference engines and the rollout workers that drive them."""
 
 from typing import Annotated, Literal
 
@@ -23,7 +23,7 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     num_generation_workers: Annotated[
         int,
         doc(
-            "Generation workers, one engine each, started with the run; more may join at any time.",
+            "Rollout workers, one engine each, started with the run; more may join at any time.",
             unit="processes",
             derived="one per external engine; for SGLang rollout_num_gpus / rollout_num_gpus_per_engine, else 1; none: 1; else 2",
             ge=0, ours=True,

@@ -71,7 +71,7 @@ async def _sampler(bus: Bus, n: int) -> None:
 
 
 async def _worker(bus: Bus, reader: Reader, stop: asyncio.Event) -> None:
-    """Move prompts to rollouts, as a generation worker does."""
+    """Move prompts to rollouts, as a rollout worker does."""
     while not stop.is_set():
         for entry in await reader.read(16, 0.05):
             task = (await bus.message(entry)).task if entry.stream is not PROMPTS else await bus.message(entry)
