@@ -30,7 +30,7 @@ sys.path.insert(0, str(REPO))
 from aiohttp import web  # noqa: E402
 
 from actors.generation.engine import GenerateRequest  # noqa: E402
-from actors.generation.sglang_client import SGLangClient  # noqa: E402
+from actors.generation.engines.sglang.client import SGLangClient  # noqa: E402
 from actors.router.launch import DEFAULTS, MODULE  # noqa: E402
 from actors.router.probe import answers  # noqa: E402
 from actors.runtime.child import ArgValue, Child, command_line, free_port  # noqa: E402

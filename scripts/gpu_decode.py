@@ -33,8 +33,8 @@ from gpu_bench import GPU_ARGS
 from gpu_decode_load import Load, idle
 from gpu_decode_read import agreement, steps_of
 
-from actors.generation.inside_client import Inside
-from actors.generation.sglang_calls import Calls
+from actors.generation.engines.sglang.calls import Calls
+from actors.generation.engines.sglang.inside_client import Inside
 
 ACTIVITIES = {"gpu": ["GPU"], "cpu-gpu": ["CPU", "GPU"]}
 VARIANTS: dict[str, dict[str, Any]] = {

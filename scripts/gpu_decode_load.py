@@ -18,7 +18,7 @@ import aiohttp
 import gpu_parts as parts
 
 from actors.generation.engine import GenerateRequest
-from actors.generation.sglang_wire import body_of, decode_event, load_of
+from actors.generation.engines.sglang.wire import body_of, decode_event, load_of
 
 GROUP = 8  # requests of one prompt
 STEPS = 30  # of a profile

@@ -14,7 +14,7 @@ import gpu_parts  # noqa: F401 - puts the repository on the path
 import numpy as np
 
 from actors.generation.engine import GenerateRequest
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 
 WAITS = re.compile(r"(Event|Stream|Device|Ctx)Synchronize")
 

@@ -289,7 +289,7 @@ async def _kill(run: int, metrics: Path, after: int) -> float:
     servers = [
         child
         for child in psutil.Process(run).children(recursive=True)
-        if {"sglang.launch_server", "actors.generation.embedded"} & set(child.cmdline())
+        if {"sglang.launch_server", "actors.generation.engines.embedded"} & set(child.cmdline())
     ]
     min(servers, key=lambda child: child.create_time()).kill()
     return time.time()

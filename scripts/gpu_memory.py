@@ -19,7 +19,7 @@ import gpu_judge as judge
 import gpu_parts as parts
 import gpu_publish
 
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 
 SAVER: dict[str, Any] = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
 SUITE = ("test_answers", "test_control", "test_memory", "test_teacher", "test_load")

@@ -73,8 +73,8 @@ async def _sampled(args: argparse.Namespace) -> list[dict[str, Any]]:
     from msgspec import UNSET
 
     from actors.generation.engine import GenerateRequest
+    from actors.generation.engines.sglang.client import SGLangClient
     from actors.generation.routing import Rows
-    from actors.generation.sglang_client import SGLangClient
     from actors.runtime.prompts import routed_shape
 
     model = model_of(args, small(args))

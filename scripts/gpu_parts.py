@@ -22,8 +22,8 @@ sys.path.insert(0, str(REPO))
 import aiohttp  # noqa: E402
 import msgspec  # noqa: E402
 
-from actors.generation.process import EngineProcess  # noqa: E402
-from actors.generation.sglang_server import SGLangServer  # noqa: E402
+from actors.generation.engines.embedded.process import EngineProcess  # noqa: E402
+from actors.generation.engines.sglang.server import SGLangServer  # noqa: E402
 from actors.generation.spec import GenerationSpec  # noqa: E402
 from actors.runtime.child import ArgValue, Child, free_port  # noqa: E402
 from bus import Bus, BusConfig, Commit, Out, Reader  # noqa: E402
@@ -372,7 +372,7 @@ def facts_of_machine() -> dict[str, Any]:
     import datetime
     import platform
 
-    from actors.generation.boot_record import versions
+    from actors.generation.engines.sglang.boot_record import versions
 
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -18,7 +18,7 @@ from typing import Any
 import gpu_judge as judge
 import gpu_parts as parts
 
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 from bus import Out
 from bus.messages.policy import Sending, WeightManifest
 from bus.messages.versions import PolicyVersion

@@ -11,7 +11,7 @@ from typing import Any
 
 import gpu_parts as parts
 
-from actors.generation.sglang_args import GATHER
+from actors.generation.engines.sglang.args import GATHER
 
 KINDS = ("bare", "bare_stream", "bare_router", "worker", "router")
 VARIANTS: dict[str, dict[str, Any]] = {

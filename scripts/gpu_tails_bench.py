@@ -23,7 +23,7 @@ import gpu_parts as parts
 from gpu_decode import fuse
 from gpu_tails_run import VARIABLE
 
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 
 ENDING_S = 12.0  # of a run that is told to end
 

@@ -2,8 +2,8 @@
 
     MILES_ASYNC_SHARED_INSIDE='{"127.0.0.1:30000": DIR}' python scripts/gpu_tails_run.py train ...
 
-DIR: that server's folder of letters (actors/generation/inside.py). A run cannot know it of an external engine, and without it
-in_place acts like retract. Runs the code that PYTHONPATH names, also that of another commit.
+DIR: that server's folder of letters (actors/generation/engines/sglang/inside.py). A run cannot know it of an external engine, and
+without it in_place acts like retract. Runs the code that PYTHONPATH names, also that of another commit.
 """
 
 from __future__ import annotations

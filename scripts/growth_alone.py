@@ -180,7 +180,7 @@ async def engine(steps: int, model: Path, home: Path, shared: Path) -> Seen:
     """A version each step, as files."""
     draw, port = random.Random(3), home / "port"
     flags = ["--model-path", str(model), "--port-file", str(port), "--max-running-requests", "64"]
-    process = started("actors.generation.embedded", *flags)
+    process = started("actors.generation.engines.embedded", *flags)
     seen = Seen("engine", process.pid)
     try:
         while not port.exists():  # noqa: ASYNC110 - another process writes it

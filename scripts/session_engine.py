@@ -29,7 +29,7 @@ from aiohttp import web
 from session_programs import AGENT_TOKENS, AGENT_TURNS, SPEED_TURNS, heard
 
 from actors.generation.engine import GenerateRequest
-from actors.generation.sglang_wire import body_of
+from actors.generation.engines.sglang.wire import body_of
 from actors.generation.spec import AgentSpec
 from actors.partial.actor import PartialSpec
 from actors.runtime.prompts import vocabulary_of

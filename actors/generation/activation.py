@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from actors.generation.engine import EngineUnavailable, RequestRefused
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engine import Engine, EngineUnavailable, RequestRefused
 from actors.runtime.checksum import checksum_of_version
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
@@ -95,11 +94,11 @@ class Loader:
         return True
 
     async def load(
-        self, engine: SGLangClient, manifest: WeightManifest, plan: WeightPlan | None, label: str, before: str | None = None
+        self, engine: Engine, manifest: WeightManifest, plan: WeightPlan | None, label: str, before: str | None = None
     ) -> None:
         """All tensors into the engine, which is paused. TransportFailed: it is alive and must load a whole version before it
         goes on. EngineUnavailable: start it anew. RequestRefused: nothing changed (whole files only). `before`: see
-        SGLangClient.receive (nccl only); NotCounted where that cannot be done."""
+        Engine.receive (nccl only); NotCounted where that cannot be done."""
         if plan is None:
             await engine.update_weights_from_disk(manifest.path, label)
             return
@@ -118,7 +117,7 @@ class Loader:
         except RequestRefused as error:
             raise TransportFailed(str(error)) from error
 
-    async def compare(self, engine: SGLangClient, plan: WeightPlan | None, label: str) -> Compared:
+    async def compare(self, engine: Engine, plan: WeightPlan | None, label: str) -> Compared:
         """Load the same version from files and compare the engine's own checksums before and after. WeightsDiffer names the
         first tensor that differs. An engine without such checksums serves what the files hold."""
         if plan is None or not plan.whole:
@@ -138,7 +137,7 @@ class Loader:
             )
         return Compared(len(filed))
 
-    async def join(self, engine: SGLangClient, plan: WeightPlan) -> None:
+    async def join(self, engine: Engine, plan: WeightPlan) -> None:
         """Be in the plan's group if it has one; the engine waits there for the trainer and the other engines.
         TransportFailed when they do not meet."""
         if plan.transport != "nccl" or self._group == plan.group:
@@ -148,7 +147,7 @@ class Loader:
         except RequestRefused as error:
             raise TransportFailed(str(error)) from error
 
-    async def _join(self, engine: SGLangClient, plan: WeightPlan) -> None:
+    async def _join(self, engine: Engine, plan: WeightPlan) -> None:
         if self._group:
             await engine.destroy_weights_update_group(self._group)
             self._group = ""

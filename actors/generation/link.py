@@ -29,13 +29,16 @@ from actors.generation.activation import (
     WeightsUnusable,
     check_manifest,
 )
-from actors.generation.attach import Attached, check_routed, check_served, describe
-from actors.generation.engine import BootRefused, EngineUnavailable, RequestRefused
+from actors.generation.engine import (
+    Attached,
+    BootedEngine,
+    BootRefused,
+    Connect,
+    Engine,
+    EngineUnavailable,
+    RequestRefused,
+)
 from actors.generation.pausing import pause, pause_to_count
-from actors.generation.process import EngineProcess
-from actors.generation.routed import RoutedEngine
-from actors.generation.sglang_client import SGLangClient
-from actors.generation.sglang_server import SGLangServer
 from actors.generation.spec import GenerationSpec
 from actors.generation.supply import Supply
 from actors.runtime.context import Context
@@ -78,9 +81,9 @@ class EngineLink:
         self,
         context: Context,
         spec: GenerationSpec,
-        connect: Callable[[str, Path | None], SGLangClient],
+        connect: Connect | None,
         *,
-        process: EngineProcess | SGLangServer | None = None,
+        process: BootedEngine | None = None,
         supply: Supply | None = None,
     ) -> None:
         self._context = context
@@ -98,7 +101,7 @@ class EngineLink:
         self._since = context.clock.monotonic()  # in this state
         self._open = asyncio.Event()
         self._open.set()
-        self.engine: SGLangClient | None = None
+        self.engine: Engine | None = None
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
         self.released: tuple[str, ...] = ()  # memory that the engine, paused, has given back (sharing.py)
@@ -116,7 +119,7 @@ class EngineLink:
     @property
     def routed(self) -> bool:
         """Whether a router stands before our engine and its peers."""
-        return isinstance(self.engine, RoutedEngine)
+        return self.engine is not None and self.engine.has_router
 
     @property
     def absent(self) -> bool:
@@ -145,7 +148,7 @@ class EngineLink:
         """Start (or reach) the engine; tries again with back-off until draining, or until `given_up`. Refused: it can never
         start so."""
         context = self._context
-        if self._spec.engine == "none":
+        if self._connect is None:
             self.enter(State.READY)
             await context.event("joined", "no engine: responses come from the data")
             return
@@ -158,11 +161,8 @@ class EngineLink:
                 inside = Path(self._spec.inside) if self._spec.inside else None  # of a server that is not ours
                 self.engine = self._connect(url, inside if self.process is None else self.process.inside)
                 async with deadline(self.control_deadline_s, f"health of the engine at {url}"):
-                    health = await self.engine.health()
-                    info = await self.engine.info()
-                own = self.process is not None
-                self.kind = describe(info) if own else check_served(url, info, health.model_path, self._spec.model_path)
-                check_routed(url, info, wanted=self._spec.routed)
+                    own, spec = self.process is not None, self._spec
+                    self.kind = await self.engine.look(own=own, model_path=spec.model_path, routed=spec.routed)
                 self.released = ()
                 self._loader.forget()
                 self.enter(State.READY)
@@ -189,7 +189,7 @@ class EngineLink:
         way, version, before = order.manifest.transport, order.version.id, self.state
         self._taken = order
         try:
-            same = self._spec.engine == "none" or self._holds(order.manifest)
+            same = self._connect is None or self._holds(order.manifest)
             await (self._relabel(order) if same else self._activate(order, given_up))
         except (TransportFailed, WeightsUnusable, EngineUnavailable, RequestRefused) as error:
             self._taken = None
@@ -258,7 +258,7 @@ class EngineLink:
                 if WEIGHTS in self.released:
                     await engine.resume_memory((WEIGHTS,))
                     self.released = tuple(tag for tag in self.released if tag != WEIGHTS)
-                if isinstance(engine, RoutedEngine):
+                if engine.has_router:
                     await engine.flush()  # peers may have sent requests under the next version's salt already
                 try:
                     await self._loader.load(engine, manifest, plan, label, counted_by)
@@ -327,7 +327,7 @@ class EngineLink:
             await self._context.event("not compared", compared.unable, level="warning", version=order.version.id)
 
     async def _meet_trainer(
-        self, engine: SGLangClient, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
+        self, engine: Engine, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
     ) -> bool:
         """Be in the group, say so, and wait until the trainer sends; the engine goes on with the old weights meanwhile."""
         self.enter(State.WAITING)
@@ -356,7 +356,7 @@ class EngineLink:
     async def route(self, *, joins: bool) -> None:
         """Take part behind the router, or leave it: its requests would meet an older version here, or an engine at rest, which it
         holds for dead and is slow to see again. Each activation joins."""
-        if isinstance(self.engine, RoutedEngine):
+        if self.engine is not None:
             await (self.engine.join() if joins else self.engine.leave())
 
     async def check(self) -> None:
@@ -370,10 +370,10 @@ class EngineLink:
                     "parts of two"
                 )
             )
-        elif isinstance(self.engine, RoutedEngine) and not self._context.draining.is_set() and (news := await self.engine.renew()):
+        elif self.engine is not None and not self._context.draining.is_set() and (news := await self.engine.renew()):
             await self._context.event("router", news, level="info" if self.engine.routed else "warning")
 
-    async def fail(self, error: BaseException, of: SGLangClient | None = None) -> None:
+    async def fail(self, error: BaseException, of: Engine | None = None) -> None:
         """Declare the engine stalled; whoever watches `broken` boots it again. `of`: the engine that failed; news of one
         that has been replaced since changes nothing."""
         if self.state is not State.BROKEN and of in (None, self.engine):

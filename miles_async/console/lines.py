@@ -71,7 +71,7 @@ def banner(settings: RunSettings) -> str:
     learned = "its responses are learned" if settings.flat.supervised else scored
     external = f" and {plural(n, 'running engine')}" if (n := len(s.rollout_external_engine_addrs)) else ""
     gpus = f" on {plural(len(s.rollout_gpu_ids), 'GPU')}" if s.rollout_gpu_ids else ""
-    engines = f"{'no' if s.engine == 'none' else s.engine} engines"
+    engines = f"{s.engine if settings.flat.engine_kind.generates else 'no'} engines"
     steps = plural(r.num_rollout, "step") if r.num_rollout else "epochs"
     facts = {
         "model": settings.model.hf_checkpoint,
@@ -92,7 +92,7 @@ def starting(roles: Iterable[str], settings: RunSettings) -> str:
     count = Counter(roles)
     said = ", ".join(role if n == 1 else f"{role} ×{n}" for role, n in count.items())
     groups = settings.rollout.rollout_batch_size
-    weights = "engines with the weights, then for " if settings.sglang.engine != "none" else ""
+    weights = "engines with the weights, then for " if settings.flat.engine_kind.generates else ""
     return f"starting {said}; the first step waits for {weights}{plural(groups, 'scored group')}"
 
 

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -31,12 +31,12 @@ DIGEST = "--digest="
 LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
 
 
-def fork_servers() -> dict[str, ForkServer]:
-    """By role, who forks its processes. They load while the start is checked. Torch is loaded ahead only where there is no GPU:
-    its libraries may look for one, and who has done so must not fork."""
+def fork_servers(ahead: Sequence[str] = ()) -> dict[str, ForkServer]:
+    """By role, who forks its processes. They load while the start is checked, the modules `ahead` too. Torch is loaded ahead only
+    where there is no GPU: its libraries may look for one, and who has done so must not fork."""
     if sys.platform != "linux":
         return {}
-    light = ForkServer([f"actors.{role}.actor" for role in LIGHT])
+    light = ForkServer([*(f"actors.{role}.actor" for role in LIGHT), *ahead])
     servers = dict.fromkeys(LIGHT, light)
     if not Path("/dev/nvidiactl").exists():
         servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.core"))

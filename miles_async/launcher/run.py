@@ -68,7 +68,7 @@ def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given, 75 (EXIT_BUS_GONE) when
     the bus was away for longer than its deadline."""
     check_host(settings)
-    servers = fork_servers() if settings.launch.launcher == "local" else {}
+    servers = fork_servers(settings.flat.engine_kind.loads) if settings.launch.launcher == "local" else {}
     try:
         return _checked(settings, servers)
     finally:

@@ -11,7 +11,7 @@ def ray_places_what_it_can(s: Flat) -> None:
     if s.use_router and s.sglang_router_ip is None:
         why = "our router sees the engines of one host (launcher = ray)"
         raise s.refusal("use_router", why, "Leave it out: workers share the load.")
-    if s.update_weight_transport == "ipc" and s.engine == "sglang" and not s.colocate:
+    if s.update_weight_transport == "ipc" and s.engine_kind.needs_gpu and not s.colocate:
         why = "Ray hides the trainer's GPU, whose memory ipc maps, from engines (launcher = ray)"
         raise s.refusal("update_weight_transport", why, "Set it to nccl or disk.")
     if s.train_master is not None:
@@ -28,14 +28,14 @@ def elastic_workers_need_ray(s: Flat) -> None:
             raise s.refusal(name, "workers come and go with nodes of a Ray cluster only (launcher = local)", remedy)
     if s.min_workers is not None and s.min_workers > s.most_workers:
         raise s.refusal("min_workers", f"above max_workers = {s.most_workers}", f"Set it to {s.most_workers} or less.")
-    if s.max_workers is not None and s.engine == "external":
-        raise s.refusal("max_workers", "engine is 'external': one worker for each address", "Leave it out.")
+    if s.max_workers is not None and s.engine_kind.attached:
+        raise s.refusal("max_workers", f"engine is {s.engine!r}: one worker for each address", "Leave it out.")
 
 
 def hosts_of_an_engine_have_equal_parts(s: Flat) -> None:
     if s.sglang_nnodes == 1:
         return
-    if s.launcher != "ray" or s.engine != "sglang" or s.colocate:
+    if s.launcher != "ray" or not s.engine_kind.spans_hosts or s.colocate:
         raise s.refusal("sglang_nnodes", "needs SGLang engines of their own, placed by launcher = ray", "Set it to 1.")
     if s.rollout_num_gpus_per_engine % s.sglang_nnodes:
         why = f"rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine} cannot be shared by so many hosts"

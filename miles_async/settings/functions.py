@@ -8,6 +8,8 @@ from miles_async.settings.flat import BATCH, Flat
 
 HOOK = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
 """package.module.function or FILE.py:function."""
+RECORD = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*|.+\.py:[A-Za-z_]\w*")
+"""package.module:RECORD too."""
 FORMS = "Write package.module.function or file.py:function."  # what load_hook takes
 
 

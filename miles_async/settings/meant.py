@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from actors.generation.engines.records import DEFAULT, ENGINES, OF_MILES
 from miles_async.settings.catalog import catalog
 from miles_async.settings.derive import SUPERVISED
 from miles_async.settings.flat import FULLY_ASYNC, is_own
@@ -61,6 +62,11 @@ class Said(NamedTuple):
         return "train_async.py" if self.program == "train_async.py" else ""
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether its engines are what Miles has them to be."""
+        return ENGINES.get(self.one("engine", OF_MILES.name), DEFAULT).needs_gpu
+
+    @property
     def corrects(self) -> bool:
         """Whether a correction of stale data is chosen, or none is needed."""
         chosen = [flag[2:].replace("-", "_") for flag in (*CORRECTION_FLAGS, "--no-correction")]
@@ -106,9 +112,9 @@ def _bound(said: Said) -> tuple[Meant, ...]:
 
 
 MEANT: tuple[Meant, ...] = (
-    Meant("engine", ("sglang",), "Miles has no other; --engine embedded is for a CPU"),
-    Meant("train_backend", ("megatron",), "Miles' default", lambda said: said.one("engine", "sglang") == "sglang"),
-    Meant("model_dtype", ("bfloat16",), "Miles trains in no other", lambda said: said.one("engine", "sglang") == "sglang"),
+    Meant("engine", (OF_MILES.name,), f"Miles has no other; --engine {DEFAULT.name} is for a CPU"),
+    Meant("train_backend", ("megatron",), "Miles' default", lambda said: said.on_gpus),
+    Meant("model_dtype", ("bfloat16",), "Miles trains in no other", lambda said: said.on_gpus),
     Meant("launcher", ("ray",), "the trainer is on several nodes, which Ray joins in Miles", _several_nodes),
     Meant("actor_num_gpus_per_node", ("8",), "Miles' default"),
     Meant("dynamic_sampling_filter_path", ("none",), "Miles filters no group unless told to"),

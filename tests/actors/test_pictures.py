@@ -15,8 +15,8 @@ import pytest
 from actors.evaluator.actor import EvalSet, EvaluatorSpec
 from actors.evaluator.actor import run as evaluate
 from actors.generation.engine import AnswerRefused, GenerateRequest
+from actors.generation.engines.sglang.client import SGLangClient
 from actors.generation.pictures import Changed, Pictures
-from actors.generation.sglang_client import SGLangClient
 from actors.runtime.prompts import DataSpec, load_prompts
 from actors.runtime.vision import MOST_BYTES, Vision
 from actors.sampler.actor import SamplerSpec, run

@@ -13,8 +13,8 @@ import pytest
 
 from actors.generation import turns
 from actors.generation.actor import Worker
+from actors.generation.engines.sglang.client import SGLangClient
 from actors.generation.rollouts import Session, live, programs
-from actors.generation.sglang_client import SGLangClient
 from actors.generation.spec import GenerationSpec
 from actors.runtime import consume
 from actors.runtime.context import Context

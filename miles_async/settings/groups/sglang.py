@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from actors.generation.engines.records import DEFAULT, ENGINES
+from actors.kinds import help_of
 from miles_async.settings.doc import Group, PassedOn, PositiveInt, doc
 
 
@@ -11,12 +13,12 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     """Engines and their workers."""
 
     engine: Annotated[
-        Literal["embedded", "sglang", "external", "none"],
+        str,
         doc(
-            "embedded: the small server of this package; sglang: SGLang servers started by us; external: running ones; none: "
-            "supervised training alone, which generates nothing.", ours=True
+            f"{help_of(ENGINES)}; or the dotted path of a record of your own (docs/engines.md).",
+            shipped=tuple(ENGINES), record=True, ours=True,
         ),
-    ] = "embedded"
+    ] = DEFAULT.name
     rollout_external_engine_addrs: Annotated[
         tuple[str, ...], doc("Addresses of running engines, host:port, space separated; for engine external.")
     ] = ()
