@@ -21,10 +21,8 @@ from pathlib import Path
 import msgspec
 
 from actors.generation.activation import (
-    FILES,
     Compared,
     Loader,
-    NotCounted,
     TransportFailed,
     WeightsUnusable,
     check_manifest,
@@ -47,6 +45,8 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.fetch import FetchFailed
 from actors.runtime.host import shared_memory_name
 from actors.runtime.run import Refused
+from actors.runtime.transports.kind import NotCounted
+from actors.runtime.transports.records import DISK, FILES, NETWORK
 from bus.errors import BadMessage, DeadlineExceeded
 from bus.messages.active import Activate
 from bus.messages.policy import WeightManifest
@@ -93,7 +93,7 @@ class EngineLink:
         self.process = process
         self.control_deadline_s = spec.control_deadline_s
         self._failures = 0
-        self._loader = Loader(context.name)
+        self._loader = Loader(context.name, spec.transport)
         self._files: WeightManifest | None = None  # whole files that were loaded last, with nothing else after them
         self._taken: Activate | None = None  # the order that is being carried out, or was
         self._trouble = ""  # of the last order, which failed; an engine that starts anew because of it does not change it
@@ -201,7 +201,7 @@ class EngineLink:
             if way in FILES and isinstance(error, WeightsUnusable | RequestRefused):  # also of files that came: nobody else's fault
                 text, path = str(error)[:300], order.manifest.path
                 await self._context.event("weights refused", text, level="error", version=version, path=path)
-            elif way != "disk" and not (way == "network" and self._context.draining.is_set()):  # then we gave it up
+            elif way != DISK.name and not (way == NETWORK.name and self._context.draining.is_set()):  # then we gave it up
                 text = f"{way}: {error}"[:300]
                 await self._context.event("transport failed", text, level="warning", version=version, transport=way)
             if isinstance(error, EngineUnavailable | RequestRefused):
@@ -238,7 +238,7 @@ class EngineLink:
         label = str(order.version.id)
         plan, manifest = await self._plan(order.manifest), order.manifest
         self.know(order)
-        if manifest.transport == "network":
+        if manifest.transport == NETWORK.name:
             manifest = await self._fetch(order, given_up)
             if self.state is not State.WAITING:
                 return
@@ -247,14 +247,15 @@ class EngineLink:
         if plan is not None and not await self._meet_trainer(engine, order, plan, given_up):
             return
         before, self._files = self.serving, None
+        broadcast = plan is not None and self._loader.way(plan).broadcasts
         self.enter(State.LOADING)
         compared = Compared(0)
         try:
             async with deadline(self.control_deadline_s, f"activation of version {label}"):
                 paused = self._context.clock.monotonic()
-                counted_by = None if self.routed else await pause_to_count(engine, self.kind, order.mode, before, plan)
+                counted_by = None if self.routed else await pause_to_count(engine, self.kind, order.mode, before, broadcast)
                 how = "kept" if counted_by else await pause(engine, self.kind, order.mode, before)
-                fault_point(self._context.name, "receiving" if plan and plan.transport == "nccl" else "activating")
+                fault_point(self._context.name, "receiving" if broadcast else "activating")
                 if WEIGHTS in self.released:
                     await engine.resume_memory((WEIGHTS,))
                     self.released = tuple(tag for tag in self.released if tag != WEIGHTS)
@@ -321,7 +322,7 @@ class EngineLink:
         await self._context.event(
             "activated", f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s, total_s=total_s,
             transport=order.manifest.transport, gpus=self.kind.tp_size, host=shared_memory_name(), compared=compared.tensors,
-            requests=how, **(self._supply.fetched if self._supply and order.manifest.transport == "network" else {}),
+            requests=how, **(self._supply.fetched if self._supply and order.manifest.transport == NETWORK.name else {}),
         )  # fmt: skip
         if compared.unable:
             await self._context.event("not compared", compared.unable, level="warning", version=order.version.id)

@@ -11,7 +11,6 @@ from typing import cast
 
 from actors.generation.engine import Attached, Engine, PauseMode
 from bus.messages.versions import PolicyVersion
-from bus.messages.weights import WeightPlan
 
 LAST_STEP_S = 0.25  # a decode step is far shorter; what has not ended then is ended in the pause
 
@@ -31,12 +30,12 @@ async def pause(engine: Engine, kind: Attached, mode: str, before: PolicyVersion
 
 
 async def pause_to_count(
-    engine: Engine, kind: Attached, mode: str, before: PolicyVersion | None, plan: WeightPlan | None
+    engine: Engine, kind: Attached, mode: str, before: PolicyVersion | None, broadcast: bool
 ) -> str | None:
-    """Pause in place an engine that counts in the call that brings the weights: one call less while requests wait. The
-    version that made its tokens; None, and nothing is paused, where it goes otherwise."""
-    by_nccl = plan is not None and plan.transport == "nccl" and engine.counts_when_receiving
-    if mode != "in_place" or before is None or not by_nccl or kind.exact_in_place:
+    """Pause in place an engine that counts in the call that brings the weights (`broadcast`: they come so): one call less while
+    requests wait. The version that made its tokens; None, and nothing is paused, where it goes otherwise."""
+    counts = broadcast and engine.counts_when_receiving
+    if mode != "in_place" or before is None or not counts or kind.exact_in_place:
         return None
     await engine.pause("in_place")
     return str(before.id)

@@ -83,6 +83,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Our function inside an SGLang server draws next tokens where sampling is plain (sampling.py)."""
     token: str = ""
     """What the engines and the router of this run ask of their callers; empty = nothing. Made by the launcher."""
+    transport: str = ""
+    """How versions come that are not whole files: a record, by name or the dotted path of a user's own; no other path is loaded."""
     serves: bool = False
     """Versions that came to this host over the network are served to the next one."""
     serve_at: str = ""

@@ -12,6 +12,7 @@ from actors.generation.engines.records import ATTACHED
 from actors.generation.spec import AgentSpec, GenerationSpec
 from actors.router.actor import RouterSpec
 from actors.runtime.child import ArgValue
+from actors.runtime.transports.records import DISK
 from actors.trainer.spec import CourierSpec, TurnSpec
 from miles_async.launcher.place import Place
 from miles_async.settings.colocate import engine_args, gives_back
@@ -52,7 +53,8 @@ def generation_spec(
         token=str(s.server_args.get("api-key") or place.engine_token),
         weights_token=place.weights_token,
         gpus=tuple(gpus),
-        maps=EXPORTS if gpus and s.update_weight_transport == "ipc" else (),
+        maps=EXPORTS if gpus and settings.flat.transport_kind.maps_gpu else (),
+        transport=s.update_weight_transport,
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
         server_args=(engine_args(settings.flat) if shares else {})
@@ -120,7 +122,7 @@ def courier_spec(settings: RunSettings, place: Place) -> CourierSpec:
     s = settings.sglang
     changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
     return CourierSpec(
-        transport=s.update_weight_transport if changing else "disk",
+        transport=s.update_weight_transport if changing else DISK.name,
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,

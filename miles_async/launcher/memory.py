@@ -79,7 +79,7 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
     fraction = memory_fraction(s.flat)
     engine = s.flat.engine_kind.memory(fraction, total)
     awake = trainer.bytes()
-    copy = 2 * params if g.update_weight_transport == "ipc" or (lent and g.update_weight_transport == "nccl") else 0
+    copy = 2 * params if s.flat.transport_kind.copies_beside(lent) else 0
     aside = engine if not g.offload_rollout else 0 if "weight" in g.offload_rollout_level else 2 * params // ranks
     aside = 0 if lent else aside
     asleep = 0 if g.offload_train else trainer.resident()

@@ -100,7 +100,7 @@ def kernels(s: RunSettings) -> Iterator[Finding]:
             yield Finding("note", "attention", "no sgl-kernel, so torch's FlashAttention 2: a step takes about 8 % longer at 0.6B "
                           "on an H200; install miles-async[sglang] beside. The flash-attn package would add nothing")  # fmt: skip
     yield from (Finding(*lack) for lack in s.flat.engine_kind.findings(s.flat, HostFacts(version, human_bytes, len(gpu_names()))))
-    if on_gpu and (s.flat.train_ranks > 1 or s.sglang.update_weight_transport == "nccl"):
+    if on_gpu and (s.flat.train_ranks > 1 or s.flat.transport_kind.broadcasts):
         nccl = next((found for n in (13, 12) if (found := version(f"nvidia-nccl-cu{n}"))), "")
         other = "the system's: versions must be alike on all hosts"
         yield Finding("ok" if nccl else "note", "nccl", nccl or f"no nvidia-nccl package beside torch, so {other}")
@@ -132,7 +132,7 @@ def memory(s: RunSettings) -> Iterator[Finding]:
     """Host memory, shared memory, disk: bytes of a run at its largest."""
     weights = 2 * parameters(_model(s)).total
     shm = Path("/dev/shm")
-    if weights and shm.is_dir() and s.sglang.update_weight_transport == "disk":
+    if weights and shm.is_dir() and s.flat.transport_kind.whole:
         yield _room("shared memory", shutil.disk_usage(shm).free, 4 * weights, "two versions of the weights, in float32",
                     "versions are published on the disk, which is slower; docker run --shm-size=", "note")  # fmt: skip
     if weights and not s.ckpt.no_save:

@@ -11,7 +11,7 @@ def ray_places_what_it_can(s: Flat) -> None:
     if s.use_router and s.sglang_router_ip is None:
         why = "our router sees the engines of one host (launcher = ray)"
         raise s.refusal("use_router", why, "Leave it out: workers share the load.")
-    if s.update_weight_transport == "ipc" and s.engine_kind.needs_gpu and not s.colocate:
+    if s.transport_kind.maps_gpu and s.engine_kind.needs_gpu and not s.colocate:
         why = "Ray hides the trainer's GPU, whose memory ipc maps, from engines (launcher = ray)"
         raise s.refusal("update_weight_transport", why, "Set it to nccl or disk.")
     if s.train_master is not None:

@@ -52,9 +52,6 @@ def engines_are_where_the_trainer_is(s: Flat) -> None:
     if s.engine_kind.attached:
         why = f"engine is {s.engine!r}, whose memory is not ours to give"
         raise s.refusal("colocate", why, f"Set --engine {OF_MILES.name}, or leave out --colocate.")
-    if s.update_weight_transport == "nccl":
-        why = "NCCL joins no two processes on one GPU (colocate = true)"
-        raise s.refusal("update_weight_transport", why, "Set --update-weight-transport ipc or disk.")
     if not s.engine_kind.needs_gpu or (s.launcher == "ray" and s.actor_num_nodes > 1):  # which is refused whatever its engines are
         return
     if ours % s.rollout_num_gpus_per_engine:
@@ -103,7 +100,7 @@ def gpus_can_be_lent(s: Flat) -> None:
         each = f"rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine}"
         what = f"only a trainer on one host, with GPUs for at least one engine, can lend them ({sizes}; {each})"
         raise s.refusal("lend_trainer_gpus", what, "Leave it out.")
-    if s.offload_train and s.update_weight_transport == "nccl" and not s.update_weight_copy:
+    if s.offload_train and s.transport_kind.passes and not s.update_weight_copy:
         what = "engines may still take a version from the weights themselves (update_weight_copy = false) when GPUs are lent"
         raise s.refusal("offload_train", what, "Leave out --offload-train or --no-update-weight-copy.")
 

@@ -6,6 +6,7 @@ Nothing here looks at the outside. Order matters only where a derivation reads a
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from actors.runtime.transports.records import DISK, IPC
 from actors.trainer.objective_estimators import ESTIMATORS
 from miles_async.settings.errors import refusal
 from miles_async.settings.kinds import engine_of
@@ -152,7 +153,7 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("offload_train", lambda v: v["offload"]),
     ("offload_rollout", lambda v: v["offload"]),
     ("lend_mem_fraction", lambda v: 0.7 if v["offload_train"] else 0.4),
-    ("update_weight_transport", lambda v: "ipc" if v["colocate"] else "disk"),
+    ("update_weight_transport", lambda v: IPC.name if v["colocate"] else DISK.name),
     ("num_generation_workers", lambda v: engine_of(v["engine"]).workers(v)),
     ("rollout_num_gpus", lambda v: engine_of(v["engine"]).gpus(v)),
     ("rollout_gpu_ids", _gpu_ids),

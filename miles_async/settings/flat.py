@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from actors.generation.engines.kind import EngineKind
+from actors.runtime.transports.kind import TransportKind
 from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 from miles_async.settings.derive import SUPERVISED, needs_whole_groups, solve_four_knobs
 from miles_async.settings.errors import SettingsError
-from miles_async.settings.kinds import engine_of
+from miles_async.settings.kinds import engine_of, transport_of
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 HOOK_FIELDS = (
@@ -102,6 +103,11 @@ class Flat:
     def engine_kind(self) -> EngineKind:
         """The record of the engine."""
         return engine_of(self.engine)
+
+    @property
+    def transport_kind(self) -> TransportKind:
+        """The record of the way of weights."""
+        return transport_of(self.update_weight_transport)
 
     @property
     def distills(self) -> bool:

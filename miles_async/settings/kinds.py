@@ -8,6 +8,8 @@ from typing import TypeVar
 from actors.generation.engines.kind import EngineKind
 from actors.generation.engines.records import engine_kind
 from actors.kinds import KindRecord, RuleBroken, UnknownKind
+from actors.runtime.transports.kind import TransportKind
+from actors.runtime.transports.records import transport_kind
 from miles_async.settings.errors import SettingsError, refusal
 
 K = TypeVar("K", bound=KindRecord)
@@ -17,6 +19,11 @@ FORMS = "Write my.module:RECORD."
 def engine_of(name: str) -> EngineKind:
     """Of `engine`; SettingsError where a record of the user's own cannot be had."""
     return _record(engine_kind, "engine", name)
+
+
+def transport_of(name: str) -> TransportKind:
+    """Of `update_weight_transport`; SettingsError as `engine_of`."""
+    return _record(transport_kind, "update_weight_transport", name)
 
 
 def _record(find: Callable[[str], K], field: str, name: str) -> K:

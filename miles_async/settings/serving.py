@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from actors.runtime.transports.records import TRANSPORTS
 from miles_async.settings import cluster
 from miles_async.settings.catalog import PREFIXES, names
 from miles_async.settings.errors import listing, nearest, refusal
@@ -92,8 +93,9 @@ def engines_can_do_what_is_asked(s: Flat) -> None:
     kind = s.engine_kind
     if s.pause_generation_mode not in kind.pauses:
         raise s.refusal("pause_generation_mode", f"engine {s.engine} cannot pause so", f"Set it to {listing(kind.pauses)}.")
-    if s.update_weight_transport not in kind.ways and kind.generates:
-        raise s.refusal("update_weight_transport", f"engine {s.engine} takes no weights so", f"Set it to {listing(kind.ways)}.")
+    if s.transport_kind.asks not in kind.ways and kind.generates:
+        can = listing(name for name, way in TRANSPORTS.items() if way.asks in kind.ways)
+        raise s.refusal("update_weight_transport", f"engine {s.engine} takes no weights so", f"Set it to {can}.")
     for broken in kind.rules(s):
         raise refused(broken)
 
@@ -128,11 +130,13 @@ def router_settings_agree(s: Flat) -> None:
 
 
 def ways_fit_the_transport(s: Flat) -> None:
-    way, fraction = s.update_weight_transport, s.update_weight_wave_fraction
-    if fraction < 1 and way != "disk":
+    way, kind, fraction = s.update_weight_transport, s.transport_kind, s.update_weight_wave_fraction
+    for broken in kind.rules(s):
+        raise refused(broken)
+    if fraction < 1 and not kind.whole:
         why = f"update_weight_transport is {way!r}, which reaches all engines at once"
         raise s.refusal("update_weight_wave_fraction", why, "Leave it out, or set --update-weight-transport disk.")
-    if not s.update_weight_copy and way != "nccl":
+    if not s.update_weight_copy and not kind.passes:
         why = f"update_weight_transport is {way!r}, which cannot send from the weights themselves"
         raise s.refusal("update_weight_copy", why, "Leave it out, or set --update-weight-transport nccl.")
 

@@ -21,6 +21,8 @@ RECORDS = (  # lists of what rooms know, which settings offer; they need msgspec
     "actors.kinds",
     "actors.generation.engines.kind",
     "actors.generation.engines.records",
+    "actors.runtime.transports.kind",
+    "actors.runtime.transports.records",
     "actors.trainer.objective_estimators",
 )
 # Libraries that are heavy or optional: imported at module level only in files named after them, and such a file is
@@ -205,7 +207,10 @@ def imported_with_hidden(statement: str, *hidden: str) -> subprocess.CompletedPr
             "import bus, bus.ledger, bus.knobs, bus.server",
             ("torch", "numpy", "transformers", "aiohttp", "pytest", "hypothesis", "actors", "miles_async"),
         ),
-        ("import miles_async.settings.load", ("torch", "numpy", "redis", "aiohttp", "transformers", "bus", "actors.runtime")),
+        (
+            "import miles_async.settings.load",
+            *(("torch", "numpy", "redis", "aiohttp", "transformers", "bus", "actors.runtime.context", "actors.runtime.hooks"),),
+        ),
         (  # what is asked about a run that has ended is answered at once
             "import bus, miles_async.cli.app, miles_async.cli.trace, miles_async.console.trace, miles_async.console.show",
             ("torch", "numpy", "redis", "hiredis", "asyncio", "rich", "aiohttp", "miles_async.settings.rules"),

@@ -42,8 +42,8 @@ class EngineKind(KindRecord, frozen=True, kw_only=True):
     """A chunk never mixes tokens of two versions, whatever becomes of running requests at an update."""
     pauses: tuple[str, ...] = ("retract", "in_place", "abort")
     """What may become of running requests at an update, as `pause_generation_mode` says it."""
-    ways: tuple[str, ...] = ("disk",)
-    """Transports by which it takes versions; all take whole files."""
+    ways: tuple[str, ...] = ("files",)
+    """What a transport may ask of it (`Asks` in actors/runtime/transports/kind.py); all take whole files."""
     takes_flags: bool = False
     """Flags of its own are passed on to it (server_args)."""
     spans_hosts: bool = False

@@ -38,7 +38,7 @@ EMBEDDED = Embedded(
     told="the small server of this package",
     reads_ids=True,
     exact=True,
-    ways=("disk", "ipc", "nccl"),
+    ways=("files", "tensors", "group"),
     loads=("actors.generation.engines.embedded.process",),
     spare=("actors.generation.engines.embedded", "--spare"),
 )

@@ -68,7 +68,7 @@ SGLANG = StartedSGLang(
     title="SGLang",
     extra="sglang",
     needs_gpu=True,
-    ways=("disk", "ipc", "nccl"),
+    ways=("files", "tensors", "group"),
     takes_flags=True,
     spans_hosts=True,
     behind_router=True,
@@ -83,5 +83,5 @@ SGLANG = StartedSGLang(
     node="actors.generation.engines.sglang.node",
 )
 EXTERNAL = AttachedSGLang(
-    name="external", told="running ones", boots=False, attached=True, ways=("disk", "ipc", "nccl"), loads=OPENING
+    name="external", told="running ones", boots=False, attached=True, ways=("files", "tensors", "group"), loads=OPENING
 )
