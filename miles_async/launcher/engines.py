@@ -67,7 +67,7 @@ def generation_spec(
         check_equal=s.check_weight_update_equal,
         gives_back=gives_back(settings.flat) if shares else (),
         lent_s=s.lend_return_s if lent else 0.0,
-        serves=settings.launch.launcher == "ray",  # then others of this run are on other hosts
+        serves=settings.flat.launcher_kind.spreads,  # then others of this run are on other hosts
         nodes=s.sglang_nnodes,
         program=settings.rollout.custom_generate_function_path or "",
         program_deadline_s=settings.rollout.rollout_timeout_s,
@@ -104,7 +104,7 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
         router = RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args, token=place.engine_token)
         rooms.append(("router", "router", router))
     each, on_gpus = s.rollout_num_gpus_per_engine, settings.flat.engine_kind.needs_gpu
-    told = on_gpus and (settings.launch.launcher == "local" or s.colocate)  # else it uses those that Ray gives it
+    told = on_gpus and (s.colocate or not settings.flat.launcher_kind.spreads)  # else it uses those that Ray gives it
     for i, url in enumerate(s.rollout_external_engine_addrs or [""] * settings.flat.most_workers):
         gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if told else ()
         spec = generation_spec(settings, place, engine_url=_url(url), gpus=gpus, shares=s.colocate)

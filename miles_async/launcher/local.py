@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,9 +23,12 @@ from actors.runtime.child import PYTHON, Child, log_tail
 from actors.runtime.context import ActorSpec
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.leftovers import end_orphans
+from bus import Bus
 from bus.private import write_secret
 from bus.topology import ROLES
-from miles_async.launcher.supervisor import End, Process, environment_of
+from miles_async.launcher.place import Place
+from miles_async.launcher.supervisor import End, Placer, Process, environment_of
+from miles_async.settings.run import RunSettings
 
 DIGEST = "--digest="
 LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
@@ -41,6 +44,21 @@ def fork_servers(ahead: Sequence[str] = ()) -> dict[str, ForkServer]:
     if not Path("/dev/nvidiactl").exists():
         servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.core"))
     return servers
+
+
+def check_start(settings: RunSettings) -> None:
+    """This host is there."""
+
+
+def join_cluster(settings: RunSettings) -> None:
+    """There is none."""
+
+
+def placer_of(
+    settings: RunSettings, place: Place, threads: Mapping[str, int], servers: Mapping[str, ForkServer]
+) -> Callable[[Bus], Placer]:
+    """Makes what says where this run's actors are to be."""
+    return lambda _: LocalPlacer(Path(place.run_dir), threads=threads, servers=servers)
 
 
 class LocalPlacer:

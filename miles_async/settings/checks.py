@@ -51,7 +51,7 @@ def check_run_dir(settings: RunSettings) -> None:
     remedy = "Choose a shorter or another --runs-dir or --name, which this user may write."
     if why := not_writable(settings.run_dir):
         raise settings.flat.refusal("runs_dir", why, remedy)
-    if settings.launch.launcher == "ray":
+    if settings.flat.launcher_kind.spreads:
         return  # the nodes on which the rooms are placed are asked then
     for unit in WRITES:
         for name, folder in folders_of(settings, unit).items():

@@ -52,8 +52,8 @@ def engines_are_where_the_trainer_is(s: Flat) -> None:
     if s.engine_kind.attached:
         why = f"engine is {s.engine!r}, whose memory is not ours to give"
         raise s.refusal("colocate", why, f"Set --engine {OF_MILES.name}, or leave out --colocate.")
-    if not s.engine_kind.needs_gpu or (s.launcher == "ray" and s.actor_num_nodes > 1):  # which is refused whatever its engines are
-        return
+    if not s.engine_kind.needs_gpu or (s.launcher_kind.spreads and s.actor_num_nodes > 1):
+        return  # which is refused whatever its engines are
     if ours % s.rollout_num_gpus_per_engine:
         why = f"with colocate an engine has GPUs of one node of the trainer, actor_num_gpus_per_node = {ours}"
         raise s.refusal("rollout_num_gpus_per_engine", why, f"Set it to a divisor of {ours}.")
@@ -88,7 +88,7 @@ def gpus_can_be_lent(s: Flat) -> None:
     ):
         if getattr(s, name):
             raise s.refusal("lend_trainer_gpus", f"{why} ({name} is set)", "Leave it out.")
-    if s.launcher == "ray":
+    if s.launcher_kind.spreads:
         raise s.refusal("lend_trainer_gpus", "Ray gives a GPU to one process (launcher = ray)", "Set --launcher local.")
     if (elsewhere := s.engine_kind.attached) or not s.num_generation_workers:
         what = f"engines that run elsewhere are not ours to start here (engine = {s.engine})" if elsewhere else (

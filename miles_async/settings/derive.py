@@ -10,6 +10,7 @@ from actors.runtime.transports.records import DISK, IPC
 from actors.trainer.objective_estimators import ESTIMATORS
 from miles_async.settings.errors import refusal
 from miles_async.settings.kinds import engine_of
+from miles_async.settings.launchers import LAUNCHERS
 from miles_async.settings.megatron_fields import asked_for
 
 Values = dict[str, Any]
@@ -70,7 +71,7 @@ def _gpu_ids(v: Values) -> tuple[int, ...]:
 
 def _router(v: Values) -> bool:
     alike = engine_of(v["engine"]).behind_router
-    several = alike and v["num_generation_workers"] > 1 and v["launcher"] == "local"  # engines of one host
+    several = alike and v["num_generation_workers"] > 1 and not LAUNCHERS[v["launcher"]].spreads  # engines of one host
     # Paused in place, engines need to be without one, and workers share the load anyway.
     wanted = several and (v["pause_generation_mode"] != "in_place" or bool(v["router_args"]))
     wanted = wanted and v["tail_slots"] is None  # which are of one worker

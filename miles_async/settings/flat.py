@@ -14,6 +14,7 @@ from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 from miles_async.settings.derive import SUPERVISED, needs_whole_groups, solve_four_knobs
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.kinds import engine_of, transport_of
+from miles_async.settings.launchers import LAUNCHERS, LauncherKind
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 HOOK_FIELDS = (
@@ -108,6 +109,11 @@ class Flat:
     def transport_kind(self) -> TransportKind:
         """The record of the way of weights."""
         return transport_of(self.update_weight_transport)
+
+    @property
+    def launcher_kind(self) -> LauncherKind:
+        """The record of the launcher."""
+        return LAUNCHERS[self.launcher]
 
     @property
     def distills(self) -> bool:

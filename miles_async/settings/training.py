@@ -75,7 +75,7 @@ def masked_sequences_have_moved(s: Flat) -> None:
 
 
 def ranks_have_work(s: Flat) -> None:
-    if s.actor_num_nodes != 1 and s.train_master is None and s.launcher == "local":
+    if s.actor_num_nodes != 1 and s.train_master is None and not s.launcher_kind.spreads:
         raise s.refusal(
             "actor_num_nodes",
             "this launcher starts the trainer on its own host",

@@ -4,7 +4,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from actors.kinds import help_of
 from miles_async.settings.doc import Group, PositiveInt, doc
+from miles_async.settings.launchers import LAUNCHERS, LOCAL, LauncherName
 
 NaturalInt = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -123,12 +125,8 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
         ),
     ]
     launcher: Annotated[
-        Literal["local", "ray"],
-        doc(
-            "Who places the run's processes: local: all on this host; ray: over the nodes of a Ray cluster (docs/cluster.md).",
-            ours=True,
-        ),
-    ] = "local"
+        LauncherName, doc(f"Who places the run's processes: {help_of(LAUNCHERS)}.", ours=True)
+    ] = LOCAL.name
     ray_address: Annotated[
         str, doc("The Ray cluster: auto (the one of this host) or HOST:PORT of its head. This host is one of its nodes.", ours=True)
     ] = "auto"
