@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file
 
 from actors.generation.activation import Loader, TransportFailed, WeightsUnusable
+from actors.generation.engine import RequestRefused
 from actors.generation.engines.sglang.client import SGLangClient
 from actors.publisher.members import Members
 from actors.runtime.host import shared_memory_name
@@ -24,6 +25,7 @@ from bus.messages.weights import WeightPlan
 from tests.actors.house import open_bus
 from tests.engine.conftest import CONTROL_DEADLINE_S, engine_process
 from tests.engine.models import Oracle
+from tests.engine.scripted import ScriptedEngine
 from tests.engine.test_kinds import N, asked, tokens
 from tests.engine.workers import PROMPT
 from tests.trainer import own_transport
@@ -128,3 +130,30 @@ async def test_what_comes_damaged_is_not_given_to_the_engine(pair: Pair) -> None
     await pair.engine.resume()
     ids, _, versions, _ = await tokens(pair.engine, asked("a"))
     assert ids == Oracle(pair.first).greedy(PROMPT, N) and "2" not in versions
+
+
+class Joins(ScriptedEngine):
+    """Tells which groups it joined; one of them never meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: list[str] = []
+
+    async def init_weights_update_group(self, *, group: str, **more: Any) -> None:
+        if group == "broken":
+            raise RequestRefused("the others did not come")
+        self.joined.append(group)
+
+
+async def test_an_engine_that_left_its_group_for_one_that_broke_is_in_none() -> None:
+    engine, loader = Joins(), Loader("w")
+
+    def plan(group: str) -> WeightPlan:
+        return WeightPlan(transport="nccl", buckets=(), group=group, ranks={"w": 1})
+
+    for group in ("a", "a", "b"):
+        await loader.join(engine, plan(group))
+    with pytest.raises(TransportFailed, match="did not come"):
+        await loader.join(engine, plan("broken"))
+    await loader.join(engine, plan("b"))
+    assert engine.joined == ["a", "b", "b"]
