@@ -25,7 +25,7 @@ from actors.runtime.context import Context
 from actors.runtime.deadline import followed, within
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.loopwatch import reads, working
-from actors.runtime.loopwatch_child import Work
+from actors.runtime.loopwatch_acts import Work
 from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
 from bus import Commit, Entry, Out, Reader, Stream

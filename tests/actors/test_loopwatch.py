@@ -17,7 +17,8 @@ import pytest
 from actors.reward.pool import VerifierPool
 from actors.reward.sample import Sample
 from actors.runtime import loopwatch
-from actors.runtime.loopwatch_child import Look, Row, Work, blamed, counted, loads, places
+from actors.runtime.loopwatch_acts import Row, Work, blamed, loads, places
+from actors.runtime.loopwatch_child import Look, counted
 from bus import Bus
 from bus.errors import DeadlineExceeded
 from bus.messages.samples import RolloutDone, RolloutLost
@@ -194,7 +195,7 @@ def _state(pid: int) -> str:
 
 
 def _child_of(pid: int) -> int:
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
+    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
     return next((int(line.split()[0]) for line in found.splitlines() if "loopwatch_child" in line), 0)
 
 
