@@ -80,8 +80,10 @@ async def all_ended(bus: Bus, house: House) -> bool:
 @pytest.mark.parametrize(
     ("label", "code", "says"),
     [
-        ("regex", -signal.SIGKILL, "the event loop of"), ("task", -signal.SIGKILL, "the event loop of"),
-        ("thread", -signal.SIGKILL, "the event loop of"), ("sleep", -signal.SIGKILL, "the event loop of"),
+        ("regex", -signal.SIGKILL, "the event loop of"),
+        pytest.param("task", -signal.SIGKILL, "the event loop of", marks=pytest.mark.slow),
+        ("thread", -signal.SIGKILL, "the event loop of"),
+        pytest.param("sleep", -signal.SIGKILL, "the event loop of", marks=pytest.mark.slow),
         ("crash", -signal.SIGSEGV, "Segmentation fault"),
     ],
 )  # fmt: skip
@@ -195,7 +197,8 @@ def _state(pid: int) -> str:
 
 
 def _child_of(pid: int) -> int:
-    found = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return next((int(line.split()[0]) for line in found.splitlines() if "loopwatch_child" in line), 0)
 
 
