@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.generation.actor import Worker
-from actors.generation.engine import Chunk, Engine, EngineHealth, EngineLoad, GenerateRequest
+from actors.generation.engine import Chunk, EngineHealth, EngineLoad, GenerateRequest
 from actors.generation.spec import GenerationSpec
 from actors.partial.actor import PartialBuffer, PartialSpec
 from actors.runtime.context import Context
@@ -55,7 +55,7 @@ def length_of(kind: str, number: int) -> int:
     return min(2048, length)
 
 
-class Played(Engine):
+class Played:
     """One engine. All its requests take a step together."""
 
     counts_when_receiving = False

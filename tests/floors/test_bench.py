@@ -16,6 +16,7 @@ from tests.floors.tree import PACKAGES, ROOT, each, imports, sources
 ARCHIVE = (*PACKAGES, "scripts", "configs")
 BENCH = sources("scripts/bench")
 FOR_GPUS = [path for path in BENCH if path.stem.startswith(("gpu_", "session_"))]
+OPTIONAL = ("faststream", "matplotlib", "ray", "sglang_router")
 RUNS_TESTS = {"tests.engine.models"}  # the step `conformance` of gpu_bench.py, which is tests/engine itself
 
 IMPORT_EACH = """
@@ -57,6 +58,17 @@ def test_scripts_for_gpus_are_imported_from_an_archive_without_tests(archive: Pa
     done = python(archive, "-c", IMPORT_EACH, *names)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(archive)], "a GPU's libraries are asked for when a figure is made"
+
+
+def test_every_figure_is_imported_where_tests_are() -> None:
+    """One that names what is no more would be found when its figure is wanted. Optional packages may be missing."""
+    lines = [
+        f"try: import scripts.bench.{path.stem}\nexcept ModuleNotFoundError as error: assert error.name in {OPTIONAL!r}, error"
+        for path in BENCH
+        if path.stem not in ("__init__", "__main__")
+    ]
+    done = python(ROOT, "-c", "\n".join(lines))
+    assert done.returncode == 0, done.stderr
 
 
 @each(lambda: FOR_GPUS)
