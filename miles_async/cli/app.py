@@ -38,7 +38,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("worker", "miles_async.cli.worker", "Add one generation worker to a running run, from anywhere."),
     Command("status", "miles_async.cli.status", "Show actors and streams of a run."),
     Command("top", "miles_async.cli.top", "Show a run in the terminal, live, and steer it there.", draws=True),
-    Command("attach", "miles_async.cli.top", "The same as top: a run's view again, after its terminal was closed.", draws=True),
     Command("console", "miles_async.cli.console", "Show a run in the browser, live, and steer it there."),
     Command(
         "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."

@@ -10,14 +10,13 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
-from actors.reward.rules import MATH_RULES
+from actors.reward.rules import MATH_RULES, readable_label
 from actors.runtime.confine import NO_LANDLOCK, lacking
 from actors.runtime.parts import BadRow, parts_of
 from actors.runtime.rows import BadData, Placed, count, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
-from miles_async.launcher.label_check import unread
 from miles_async.launcher.memory import check_memory
 from miles_async.launcher.templates import check_template
 from miles_async.settings.checks import check_model, check_trackers, model_context
@@ -139,7 +138,7 @@ def check_labels(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
         problem = f"none of the first {len(prompts.head)} rows of {r.prompt_data} has a label for rm_type = {r.rm_type}"
         raise settings.flat.refusal("label_key", problem, "Name another column or another --rm-type.")
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key")}
-    bad, first = unread(prompts.head, r.rm_type, keys, {})
+    bad, first = _unread(prompts.head, r.rm_type, keys, {})
     if bad == len(prompts.head):
         problem = f"rm_type = {r.rm_type} can read none of the first {bad} labels of {r.prompt_data} ({first})"
         raise settings.flat.refusal("label_key", problem, "Name another column or another --rm-type.")
@@ -156,9 +155,25 @@ def check_held_out_labels(settings: RunSettings, held_out: Mapping[str, DataInfo
             continue
         keys = {"input_key": one.input_key, "label_key": one.label_key, "metadata_key": one.metadata_key}
         head = held_out[one.name].head
-        bad, first = unread(head, settings.rollout.rm_type, keys, one.metadata)
+        bad, first = _unread(head, settings.rollout.rm_type, keys, one.metadata)
         notes += [_unread_note(one.path, bad, len(head), first)] if bad else []
     return tuple(notes)
+
+
+def _unread(head: Sequence[Placed], rule: str | None, keys: Mapping[str, str | None], over: Mapping[str, Any]) -> tuple[int, str]:
+    """How many of these rows have a label that their rule cannot read, and the first of them in words: no answer to such a prompt
+    earns anything, and nothing else would say so. `rule`: of rows whose metadata names none; `keys`: the columns by setting, as
+    `parts_of` has them; `over`: laid over each row's metadata."""
+    found = []
+    for at, number, given, padded in head:
+        try:
+            row = parts_of(given, keys, chat=True, supervised=True, padded=padded, objects=True)
+        except BadRow:
+            continue  # refused elsewhere
+        own = str(over.get("rm_type") or row.metadata.get("rm_type") or rule or "")
+        if own and not readable_label(own, row.label):
+            found.append(f"{at}, row {number}: {row.label[:60]!r} under {own}")
+    return len(found), found[0] if found else ""
 
 
 def _unread_note(path: str, bad: int, looked_at: int, first: str) -> str:

@@ -18,7 +18,8 @@ from actors.generation.endpoint.stream import Stream
 from actors.generation.rollouts.session import Task
 from actors.runtime.chat import Chat
 from bus.errors import Poison
-from tests.actors.agent_house import ScriptedSession, make_chat, task
+from scripts.bench.chat_tokenizer import make_chat
+from tests.actors.agent_house import ScriptedSession, task
 from tests.actors.test_endpoint import play, serving, user
 
 

@@ -20,7 +20,8 @@ from actors.runtime import depot as depot_module
 from actors.runtime.chat import Chat
 from actors.runtime.fetch import pack_parcel
 from actors.runtime.listener import MOST, Listener, http_log
-from tests.actors.agent_house import ScriptedSession, make_chat, task
+from scripts.bench.chat_tokenizer import make_chat
+from tests.actors.agent_house import ScriptedSession, task
 from tests.actors.parcels import Serve, fetching, same
 
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"

@@ -23,7 +23,8 @@ from miles_async.quickstart.steps import CALL, CALLED, STEPS
 from miles_async.quickstart.task import EOS_ID
 from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.settings.load import settings_from
-from tests.actors.agent_house import ScriptedSession, make_chat, task
+from scripts.bench.chat_tokenizer import make_chat
+from tests.actors.agent_house import ScriptedSession, task
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ async def test_no_turn_is_asked_for_beyond_the_context(chat: Chat) -> None:
     assert ends == {"stop", "length"}
 
 
-@pytest.mark.parametrize(("function", "kind"), [("", ToolLoop), ("tests.actors.agent_house.make_chat", AgentProgram)])
+@pytest.mark.parametrize(("function", "kind"), [("", ToolLoop), ("scripts.bench.chat_tokenizer.make_chat", AgentProgram)])
 async def test_a_worker_opens_the_program_that_its_settings_name(function: str, kind: type, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, STEPS)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 99}')

@@ -22,7 +22,7 @@ from actors.generation.sglang_client import SGLangClient
 from actors.generation.sglang_server import SGLangServer
 from actors.generation.spec import GenerationSpec, sglang_env
 from actors.runtime.vision import Vision
-from tests import sights
+from scripts.bench import sights
 from tests.engine.conftest import engine_process
 
 COMMAND = os.environ.get("MILES_ASYNC_TEST_SGLANG", "")

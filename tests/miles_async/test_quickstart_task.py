@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from miles_async.quickstart.arithmetic import ARITHMETIC, KINDS, MIX, draw
 from miles_async.quickstart.model import ModelDirectoryTaken, make_model
-from miles_async.quickstart.muon import Muon, orthogonalise
 from miles_async.quickstart.task import EOS_ID, UNK_ID, Problem, Task, WarmStart
 from miles_async.quickstart.tasks import TASKS, write_jsonl
 from miles_async.quickstart.warm_start import WarmStartFailed, accuracy, development_problems
@@ -242,15 +241,3 @@ def test_accuracy_is_the_share_of_exact_greedy_answers(model_directory: Path) ->
         problems.append(Problem(problem.prompt, written, written, problem.kind))
     assert 0 < right < len(problems)
     assert accuracy(model, ARITHMETIC, problems) == pytest.approx(right / len(problems))
-
-
-def test_orthogonalise_brings_singular_values_near_one() -> None:
-    matrices = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalise(matrices))
-    assert values.min() > 0.4 and values.max() < 1.6
-    assert torch.equal(orthogonalise(torch.zeros(1, 2, 3)), torch.zeros(1, 2, 3))
-
-
-def test_muon_takes_matrices_only() -> None:
-    with pytest.raises(ValueError, match="only matrices"):
-        Muon([torch.nn.Parameter(torch.zeros(3))])

@@ -18,7 +18,7 @@ from miles_async.launcher.templates import stop_tokens
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
-from tests.actors.agent_house import TEMPLATE, make_chat
+from scripts.bench.chat_tokenizer import TEMPLATE, make_chat
 from tests.actors.test_templates import BODY, DIALOGUE, HABITS, NO_ROLE, TABLE_ONLY, chat_of, turns
 
 WORDS_ONLY = turns("<s>assistant\n{{ m.content }}<e>\n")
