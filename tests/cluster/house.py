@@ -45,6 +45,7 @@ class RayRun(Run):
         head = {"num_cpus": head_cpus, "include_dashboard": jobs, "_system_config": SOON if soon else {}}
         self.dashboard = free_port() if jobs else 0
         head |= with_jobs(self.dashboard) if jobs else {}
+        self._head = head
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[Any] = []
         port = free_port()
@@ -103,6 +104,17 @@ class RayRun(Run):
     def until_it_serves(self, name: str, *, more_than: int = 0, seconds: float = 60.0) -> None:
         """A worker has activated so many versions, and one more."""
         until(f"{name} serves", lambda: len(self.events("activated", name)) > more_than, seconds=seconds)
+
+    def lose_cluster(self) -> None:
+        """Its head is gone without a word, and with it all nodes."""
+        self.nodes.clear()
+        self.cluster.remove_node(self.cluster.head_node, allow_graceful=False)
+
+    def another_cluster(self) -> None:
+        """In the stead of one that was lost: the next start is there."""
+        self.cluster.shutdown()
+        self.cluster = Cluster(initialize_head=True, head_node_args=self._head)
+        self.take({"launch": {"ray_address": self.cluster.address}})
 
     def node_of(self, actor: str) -> Any:
         """The node that an actor is on, as the launcher placed it."""

@@ -24,6 +24,7 @@ from ray.cluster_utils import Cluster
 
 from actors.runtime.child import free_port
 from miles_async.launcher.ray_cluster import check_head
+from miles_async.launcher.run import RESUME
 from miles_async.settings.errors import SettingsError
 from tests.cluster.house import RayRun, with_jobs
 from tests.crash.house import REPO, Tables, merged, until
@@ -80,6 +81,25 @@ def test_a_run_goes_on_where_there_is_room_when_a_node_dies(ray_run: Make) -> No
     assert {e.text.partition(": ")[2] for e in run.events("moved")} == {
         f"node {node.node_ip_address} ({node.node_id[:8]}) is gone; it is placed anew"
     }
+    run.drain()
+    judge(run, steps=run.step())
+
+
+@pytest.mark.slow
+def test_a_head_that_dies_ends_the_run_and_the_same_command_resumes_it_on_another(ray_run: Make) -> None:
+    run = ray_run(LONG, head_cpus=4)
+    run.start()
+    run.until_step(2)
+    until("a checkpoint", lambda: run.saved() > 0)
+    run.lose_cluster()
+    assert run.join(seconds=240.0) not in (0, 2), run.output()
+    said = run.output()
+    assert "Traceback" not in said and RESUME in said, said[-3000:]
+    until("its actors to end", lambda: not run.processes(), seconds=120.0)
+    run.another_cluster()
+    run.start()
+    step = run.saved()
+    run.until_step(step + 4)
     run.drain()
     judge(run, steps=run.step())
 

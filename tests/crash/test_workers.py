@@ -209,7 +209,7 @@ def test_so_do_workers_that_joined(run_of: Launch) -> None:
     run.until_it_listens()
     try:
         for name in names:
-            guests.append(run.beside("worker", "--name", name, "--run", run.dir.name, *given, log=f"{name}.log"))
+            guests.append(join(run, name, *given))
             if name == names[-1]:
                 break
             run.until(f"{name} to end", lambda: guests[-1].poll() is not None)
