@@ -97,7 +97,7 @@ async def test_neither_do_names_and_what_is_done_for_a_process_that_ended(url: s
         await conformance.publish(bus, 1)
         assert await bus.names.take("generation-0", Who(pid=1), lapse_s=10.0) is None
         assert await bus.names.beat("generation-0", b"") is False
-        [entry] = await Reader(bus, (PROMPTS,), "generation", "generation-0").read(1)
+        [entry] = await Reader(bus, (PROMPTS,), "generation", "generation-0").read(1, 0)
         held = await held_by(bus, [PROMPTS.name], "generation", "generation-0")
         assert held == {(PROMPTS.name, entry.id): 1}
         await keep_leases(bus, held, "generation", "generation-0")
@@ -114,7 +114,7 @@ async def test_no_command_is_sent_that_the_page_does_not_name(redis_url: str) ->
     """By any room or tool, however seldom it is sent."""
     named = {word[1:].partition("|")[0].upper() for word in rights() if word.startswith("+")}
     async with connect(redis_url) as client:
-        known = {name.upper() for name in await client.command()}
+        known = {name.upper() for name in await client.command()} - {"READONLY"}  # in our code an error
     sent: dict[str, Path] = {}
     for folder in ("bus", "actors", "miles_async"):
         for file in (PAGE.parents[1] / folder).rglob("*"):

@@ -14,6 +14,7 @@ import pytest_asyncio
 from bus import Bus, BusConfig
 from bus.server import EmbeddedRedis
 from tests.bus.suite.conformance import publish, reader_of
+from tests.miles_async.console_data import vitals
 from tests.warm.launched import clock_of
 
 LEASE_S, DAY_S = 600.0, 86400.0
@@ -95,3 +96,13 @@ async def test_a_step_of_less_than_half_a_lease_is_none(server: Server, run_name
         server.set_clock(LEASE_S)
         assert await peer.clock_step(LEASE_S) == pytest.approx(0.6 * LEASE_S, abs=0.05 * LEASE_S)
         await peer.close()
+
+
+async def test_who_was_heard_before_it_was_set_back_is_not_taken_for_living(server: Server, run_name: str) -> None:
+    async with Bus(BusConfig(url=server.url, run=run_name)) as bus:
+        said = vitals("filter")
+        await bus.set_vitals("filter", said)
+        server.set_clock(-DAY_S)
+        assert (await bus.silences())["filter"] == pytest.approx(DAY_S, abs=60)
+        await bus.set_vitals("filter", said)
+        assert (await bus.silences())["filter"] < 60
