@@ -305,7 +305,8 @@ class Watch:
         try:
             asyncio.run(run())
         except (MilesAsyncError, OSError, TimeoutError) as error:
-            self._say("WARNING", f"the bus was not told that the event loop stands still: {error}")
+            why = error if str(error) else f"no answer within {within_s:.3g} s"
+            self._say("WARNING", f"the bus was not told that the event loop stands still: {why}")
 
     async def _keep(self, bus: Any) -> None:
         from bus.streams.absent import held_by, keep_leases

@@ -56,6 +56,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Failover]:
 
 
 @pytest.mark.takes(90)
+@pytest.mark.timeout(900)
 def test_by_tls_and_with_the_rights_of_the_page_whatever_dies_a_run_goes_on(run_of: Launch, guarded: Failover) -> None:
     """A sample that holds up two workers, a worker that joined, one that dies, the trainer, the primary; then the tools."""
     own = {"ckpt": {"keep_last": 10_000, "save_interval": 20}, "bus": {"bus_url": guarded.url}}
@@ -72,7 +73,7 @@ def test_by_tls_and_with_the_rights_of_the_page_whatever_dies_a_run_goes_on(run_
             run.kill(name)
             run.until_step(run.step() + 2)
         guarded.promote()
-        run.until_step(run.step() + 40)
+        run.until_step(run.step() + 8)
         guest.send_signal(signal.SIGTERM)
         assert guest.wait(60) == 0, (run.home / "guest.log").read_text()[-2000:]
     finally:
@@ -85,4 +86,4 @@ def test_by_tls_and_with_the_rights_of_the_page_whatever_dies_a_run_goes_on(run_
     run.finish()
     judge(run, steps=run.step())
     said = "".join(file.read_text() for file in (run.dir / "logs").glob("*.log"))
-    assert "no permissions" not in said.lower() and SECRET not in said
+    assert "no permissions" not in said.lower() and SECRET not in said and "Fatal error on SSL" not in said
