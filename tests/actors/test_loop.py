@@ -61,7 +61,7 @@ def test_an_interrupt_is_heard_whenever_it_comes(when: str, said: list[str]) -> 
 def test_a_tls_connection_that_the_network_closed_is_no_traceback_and_anything_else_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In the words of uvloop 0.22: it came for each connection that was lost with its server."""
+    """In the words of uvloop 0.23: it came for each connection that was lost with its server."""
     pytest.importorskip("uvloop")
     closed = "unable to perform operation on <TCPTransport closed=True reading=False 0x1>; the handler is closed"
 
