@@ -55,7 +55,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Failover]:
         yield made
 
 
-@pytest.mark.takes(90)
+@pytest.mark.takes(150)
 @pytest.mark.timeout(900)
 def test_by_tls_and_with_the_rights_of_the_page_whatever_dies_a_run_goes_on(run_of: Launch, guarded: Failover) -> None:
     """A sample that holds up two workers, a worker that joined, one that dies, the trainer, the primary; then the tools."""
