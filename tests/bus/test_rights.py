@@ -97,7 +97,9 @@ async def test_neither_do_names_and_what_is_done_for_a_process_that_ended(url: s
         await conformance.publish(bus, 1)
         assert await bus.names.take("generation-0", Who(pid=1), lapse_s=10.0) is None
         assert await bus.names.beat("generation-0", b"") is False
-        [entry] = await Reader(bus, (PROMPTS,), "generation", "generation-0").read(1, 0)
+        reader = Reader(bus, (PROMPTS,), "generation", "generation-0")
+        [entry] = await reader.read(1, 0)
+        await reader.close()
         held = await held_by(bus, [PROMPTS.name], "generation", "generation-0")
         assert held == {(PROMPTS.name, entry.id): 1}
         await keep_leases(bus, held, "generation", "generation-0")
