@@ -93,8 +93,7 @@ class _Watch:
     async def beat(self) -> NoReturn:
         """Until cancelled; a watch that has gone (killed for want of memory) is replaced, if not now (no process may be started, no
         file opened), then later: the actor itself goes on."""
-        # Far oftener than a lease is renewed in the place of a loop that stands: one that turns is not taken for such.
-        every_s = min(1.0, self._deadline_s / 10, self._spec.bus.lease_s / 10)
+        every_s = min(1.0, self._deadline_s / 10)
         while True:
             self._write(b"")
             assert self._process is not None

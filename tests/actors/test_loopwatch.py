@@ -21,9 +21,8 @@ from actors.runtime.loopwatch_child import Look, Row, Work, blamed, counted, loa
 from bus import Bus
 from bus.errors import DeadlineExceeded
 from bus.messages.samples import RolloutDone, RolloutLost
-from bus.server import EmbeddedRedis
 from bus.streams.absent import deaths_of
-from bus.topology import DEAD, EVENTS, PROMPTS, ROLLOUTS
+from bus.topology import DEAD, PROMPTS, ROLLOUTS
 from tests.actors.garbage import list_open
 from tests.actors.house import messages, open_bus, put, task, until
 from tests.declared import actor_of
@@ -109,32 +108,6 @@ async def test_what_holds_up_its_process_twice_is_a_dead_letter_that_names_the_p
             f"g{i}/0" for i in range(12) if i != 2
         )
         assert await deaths_of(bus, "g2/0") == (0, ""), "a letter that is retried begins anew"
-
-
-@pytest.mark.timeout(120)
-async def test_of_a_loop_that_turns_the_watch_says_nothing_to_the_bus(
-    private_redis: EmbeddedRedis, run_name: str, tmp_path: Path
-) -> None:
-    """However short leases are. It connected once a second to renew what nobody had missed."""
-    async with open_bus(private_redis.url, run_name, lease_s=1.0) as bus:
-
-        async def connections() -> int:
-            return int((await bus.server_info())["total_connections_received"])
-
-        async def beats(n: int) -> None:
-            target = await bus.length(EVENTS) + n
-            await until(lambda: _at_least(bus, target), deadline_s=60.0)
-
-        with House(bus, tmp_path, deadline_s=8.0) as house:
-            house.start("w0")
-            await beats(10)
-            before = await connections()
-            await beats(25)  # of a fifth of a second
-            assert await connections() - before <= 2, house.log()
-
-
-async def _at_least(bus: Bus, n: int) -> bool:
-    return await bus.length(EVENTS) >= n
 
 
 @pytest.mark.timeout(120)
