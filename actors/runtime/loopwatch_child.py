@@ -127,7 +127,7 @@ class Watch:
         self._burnt_before: dict[int, float] = {}
         self._stood_s = 0.0
         self._is_told = False
-        self._renewed_s = 0.0  # of standing, at the last renewal
+        self._renewed_at = time.monotonic()  # or it turned then
         self._allowed_s = told.deadline_s
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Watch:
         if self._is_told:
             self._say("WARNING", f"the event loop goes on after {self._stood_s:.3g} s")
         self._before = self._look()
-        self._stood_s, self._is_told, self._renewed_s = 0.0, False, 0.0
+        self._stood_s, self._is_told, self._renewed_at = 0.0, False, time.monotonic()
         self._allowed_s = self._told.deadline_s
 
     def _stands(self) -> None:
@@ -174,11 +174,11 @@ class Watch:
             self._burnt_before = self._cpu()
         self._stood_s += counted(self._before, now, self._step_s)
         self._before = now
-        if self._stood_s == before_s:
+        if self._stood_s == before_s and now.state != "R":
             return
         lease_s = float(self._told.bus.get("lease_s", 6.0))
-        if self._stood_s - self._renewed_s >= lease_s / 5:
-            self._renewed_s = self._stood_s
+        if time.monotonic() - self._renewed_at >= lease_s / 5:  # leases go on while it waits for a core
+            self._renewed_at = time.monotonic()
             self._on_bus(self._keep, lease_s)
         if not self._is_told and self._stood_s >= min(TELL_S, self._told.deadline_s / 2):
             self._is_told = True
