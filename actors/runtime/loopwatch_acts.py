@@ -111,7 +111,7 @@ class Watch:
         self._began_s = 0.0  # stood at `_burnt_before`
         self._stood_s = 0.0
         self._is_told = False
-        self._renewed_s = 0.0  # of standing, at the last renewal
+        self._renewed_at = 0.0  # or it turned then
         self._allowed_s = told.deadline_s
 
     def hears(self, line: bytes) -> None:
@@ -123,7 +123,7 @@ class Watch:
         """The loop goes on."""
         if self._is_told:
             self._say("WARNING", f"the event loop goes on after {self._stood_s:.3g} s")
-        self._stood_s, self._is_told, self._renewed_s = 0.0, False, 0.0
+        self._stood_s, self._is_told, self._renewed_at = 0.0, False, time.monotonic()
         self._allowed_s = self._told.deadline_s
 
     def stands(self, stood_s: float) -> bool:
@@ -132,8 +132,8 @@ class Watch:
             self._burnt_before, self._began_s = self._cpu(), stood_s
         self._stood_s = stood_s
         lease_s = float(self._told.bus.get("lease_s", 6.0))
-        if stood_s - self._renewed_s >= lease_s / 5:
-            self._renewed_s = stood_s
+        if time.monotonic() - self._renewed_at >= lease_s / 5:  # leases end by the clock on the wall
+            self._renewed_at = time.monotonic()
             self._on_bus(self._keep, lease_s)
         if not self._is_told and stood_s >= min(TELL_S, self._told.deadline_s / 2):
             self._is_told = True
@@ -253,7 +253,8 @@ class Watch:
         try:
             asyncio.run(run())
         except (MilesAsyncError, OSError, TimeoutError) as error:
-            self._say("WARNING", f"the bus was not told that the event loop stands still: {error}")
+            why = error if str(error) else f"no answer within {within_s:.3g} s"
+            self._say("WARNING", f"the bus was not told that the event loop stands still: {why}")
 
     async def _keep(self, bus: Any) -> None:
         from bus.streams.absent import held_by, keep_leases

@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import sys
+import time
 
 TYPE_CHECKING = False  # `typing` takes as long to load as all the rest
 if TYPE_CHECKING:
@@ -54,11 +55,11 @@ class Ear:
     def __init__(self, pid: int, deadline_s: float, lease_s: float, stacks: int) -> None:
         self._pid, self._stacks = pid, stacks
         self._step_s = max(0.05, min(1.0, deadline_s / 20))
-        self._acts_s = min(lease_s / 5, deadline_s / 4)  # of standing, then its leases are to be kept
+        self._acts_s = min(lease_s / 5, deadline_s / 4)  # by the clock on the wall, as leases are; then they are to be kept
         self._said: list[bytes] = []  # by the process; the first line is what is watched
         self._buffer = b""
         self._before = look_at(pid)
-        self._stood_s = 0.0
+        self._stood_s, self._turned_at = 0.0, time.monotonic()
         self._watch: Watch | None = None
 
     def run(self) -> None:
@@ -92,14 +93,17 @@ class Ear:
     def _turned(self) -> None:
         if self._watch is not None:
             self._watch.turned()
-        self._before, self._stood_s = look_at(self._pid), 0.0
+        self._before, self._stood_s, self._turned_at = look_at(self._pid), 0.0, time.monotonic()
 
     def _stands(self) -> bool:
         now = look_at(self._pid)
         more_s = counted(self._before, now, self._step_s)
         self._before = now
         self._stood_s += more_s
-        return more_s > 0.0 and self._stood_s >= self._acts_s and self._acting().stands(self._stood_s)
+        if more_s == 0.0 and now.state != "R":
+            return False
+        late = time.monotonic() - self._turned_at >= self._acts_s  # also while it waits for a core
+        return late and self._acting().stands(self._stood_s)
 
     def _ended(self) -> None:
         if self._said and os.fstat(self._stacks).st_size:  # else it left no word, so it was killed
