@@ -21,6 +21,7 @@ from actors.runtime.child import STDERR, die_with_parent
 from actors.runtime.hooks import framed
 from actors.runtime.run import Refused
 from actors.runtime.sandbox import Sandbox
+from actors.runtime.template import as_text
 
 ANSWER_CHARS = 4000
 BOOT_S = 60.0  # of the tools' process: it reads the corpus
@@ -90,11 +91,6 @@ class Toolbox:
         texts = [as_text(value if isinstance(value, str) else json.dumps(value)) for value in arguments.values()]
         answer = as_text(await self._calls[name](*texts))
         return answer if len(answer) <= ANSWER_CHARS else f"{answer[:ANSWER_CHARS]}... ({len(answer)} characters)"
-
-
-def as_text(said: str) -> str:
-    """Without halves of surrogate pairs, which JSON can say and no text can hold: they are spelled."""
-    return said.encode("utf-8", "backslashreplace").decode()
 
 
 class ToolProcess:

@@ -14,8 +14,8 @@ import msgspec
 from actors.generation.endpoint.calls import Call, fault, parse
 from actors.generation.rollouts.session import Segment, Session, Task, Trajectory, env
 from actors.runtime.chat import BadChat, Chat
-from actors.runtime.template import ASKED, call_id, calling
-from actors.runtime.tools import Toolbox, as_text
+from actors.runtime.template import ASKED, as_text, call_id, calling
+from actors.runtime.tools import Toolbox
 from bus.messages.samples import Sampling
 
 
