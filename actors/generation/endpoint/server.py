@@ -108,7 +108,9 @@ class Endpoint:
         """Every failure in the words that clients read."""
         episode = self._called(request)
         if episode is None:
-            return _error(401, "no episode has this key; it ended, or the key is another's", "invalid_api_key")
+            refused = _error(401, "no episode has this key; it ended, or the key is another's", "invalid_api_key")
+            refused.force_close()  # whatever else such a caller has sent
+            return refused
         assert self._listener is not None
         self._listener.admit(request)
         try:
