@@ -183,8 +183,8 @@ async def test_a_stream_that_nobody_reads_is_given_up_and_the_answer_stays(chat:
     """A call that is under way is no idle agent: the episode had no end."""
     monkeypatch.setattr(Stream, "unread_s", 0.2)
     long = "word " * 4000
-    body = json.dumps({"model": "policy", "stream": True, "logprobs": True, "messages": [user("?")]}).encode()
-    session = ScriptedSession(chat, task(max_new_tokens=100_000), lambda _: long, chunk=10_000)
+    body = json.dumps({"model": "policy", "stream": True, "logprobs": True, "n": 6, "messages": [user("?")]}).encode()
+    session = ScriptedSession(chat, task(max_new_tokens=200_000), lambda _: long, chunk=10_000)
     async with Endpoint(chat, "hermes", lambda *_: None) as endpoint:
         async with endpoint.episode(session.task, session) as (episode, key):
             with socket.socket() as unread:
@@ -196,10 +196,10 @@ async def test_a_stream_that_nobody_reads_is_given_up_and_the_answer_stays(chat:
                 whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
                 await asyncio.get_running_loop().sock_sendall(unread, whole)
                 async with asyncio.timeout(15):
-                    while not (session.made and not episode.handlers):  # noqa: ASYNC110
+                    while not (len(session.made) == 6 and not episode.handlers):  # noqa: ASYNC110
                         await asyncio.sleep(0.02)
-            [found] = episode.dialogues.trajectories()
-    assert found.response == long
+            found = episode.dialogues.trajectories()
+    assert [one.response for one in found] == [long] * 6
 
 
 async def test_a_dialogue_is_hashed_once_for_each_call_and_not_by_the_loop(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
