@@ -21,7 +21,6 @@ from actors.runtime.calculator import calculate
 from actors.runtime.hooks import framed, own_pipes, read_frame
 from actors.runtime.refusals import Refused
 
-
 MOST_WORDS = 200  # of a query that are looked for: each may stand in all of a large corpus
 
 
