@@ -16,12 +16,17 @@ from urllib.parse import urlsplit
 import pytest
 import uvloop
 from aiohttp import ClientSession, web
+from aiohttp.test_utils import make_mocked_request
 
 from actors.generation.endpoint.server import Endpoint
+from actors.generation.rollouts import single
+from actors.generation.rollouts.function import RolloutFunction
 from actors.runtime import depot as depot_module
 from actors.runtime.chat import Chat
+from actors.runtime.context import Context
 from actors.runtime.fetch import pack_parcel
 from actors.runtime.listener import AT_ONCE_BYTES, MOST, Listener, http_log
+from bus.clock import SystemClock
 from tests.actors.agent_house import ScriptedSession, make_chat, task
 from tests.actors.parcels import Serve, fetching, same
 
@@ -274,3 +279,15 @@ async def test_of_requests_sent_at_once_without_a_key_at_most_one_is_answered(ch
         reader, writer = await begun(int(urlsplit(endpoint.url).port or 0), body)
         assert b"no episode has this key" in await ended(reader), "who has another key is told so"
         writer.close()
+
+
+async def test_a_key_that_is_no_text_is_another_key() -> None:
+    """It was a TypeError, and forty lines of a log, at the door of a rollout function."""
+    quiet = SimpleNamespace(clock=SystemClock(), count=lambda *_: None)
+    function = RolloutFunction(
+        cast(Context, quiet), "x.y", beside=single.rollout, values=dict, decode=lambda ids: str(ids), deadline_s=1.0
+    )
+    function._key = "key"
+    for word in ("Bearer \udcff", "Bearer \u00e9", "", "Bearer"):
+        request = make_mocked_request("POST", "/next", headers={"Authorization": word})
+        assert (await function.serve(cast(web.Request, request))).status == 401
