@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import pytest
 import uvloop
 from aiohttp import ClientSession, web
-from aiohttp.test_utils import make_mocked_request
 
 from actors.generation.endpoint.server import Endpoint
 from actors.generation.rollouts import single
@@ -289,5 +288,5 @@ async def test_a_key_that_is_no_text_is_another_key() -> None:
     )
     function._key = "key"
     for word in ("Bearer \udcff", "Bearer \u00e9", "", "Bearer"):
-        request = make_mocked_request("POST", "/next", headers={"Authorization": word})
-        assert (await function.serve(cast(web.Request, request))).status == 401
+        request = cast(web.Request, SimpleNamespace(headers={"Authorization": word}))
+        assert (await function.serve(request)).status == 401
