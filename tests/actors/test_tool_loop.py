@@ -158,3 +158,18 @@ async def test_the_quickstart_s_right_answers_are_what_the_loop_plays(tmp_path: 
             made = [segment.kind == "model" for segment in found.segments for _ in segment.tokens]
             assert tokens == [*written, EOS_ID] and made == STEPS.made(tokens)
             assert found.response == problem.label
+
+
+async def test_the_journal_outlasts_a_tools_own_deadline(chat: Chat) -> None:
+    """It gave up first, where many loops of other samples ran: the sample's program had failed, and not the model been told."""
+    waits: list[float] = []
+
+    class Patient(ScriptedSession):
+        async def tell(self, name: str, call: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> Any:
+            waits.append(deadline_s)
+            return await super().tell(name, call, *args)
+
+    session = Patient(chat, task(chat.render([{"role": "user", "content": "?"}])), lambda _: call("calculator", expression="1"))
+    async with Toolbox(("calculator",)) as toolbox:
+        await ToolLoop(chat, "hermes", toolbox, max_turns=2, count=lambda *_: None)(session.task, session)
+        assert waits and min(waits) > toolbox.busy_s
