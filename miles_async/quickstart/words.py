@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from miles_async.quickstart.task import Problem
 
-NAMES = ("Ann", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Ida", "Jonas", "Kim", "Lea", "Max", "Nora", "Otto", "Paula")
+NAMES = ("Ann", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Ida", "Jonas", "Kim", "Lea", "Max", "Nora", "Otto",
+         "Paula")  # fmt: skip
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "nuts", "pens", "shells", "stamps")
 PLACES = (("bags", "bag"), ("boxes", "box"), ("jars", "jar"), ("rows", "row"))
 SHOWN = (
@@ -17,7 +18,7 @@ SHOWN = (
     {"role": "user", "content": "Rosa has 6 plums and gets 3 more. How many plums does Rosa have now?"},
     {"role": "assistant", "content": "6 + 3 = 9"},
 )
-"""What stands before every problem: one that is solved, in the form that is wanted of the others, of words that none of them has."""
+"""What stands before every problem: one that is solved, in the form wanted of the others, in words that none of them has."""
 TRAIN, HELD_OUT, SEED = 2000, 200, 20261128
 
 
