@@ -56,7 +56,8 @@ def test_its_weights_are_those_that_transformers_reads(model: Path) -> None:
 
 
 def test_the_embedded_engine_says_paris_and_two_steps_are_trained(model: Path, tmp_path: Path) -> None:
-    """In bfloat16, whose rounding the first step's check must take for what it is."""
+    """In bfloat16, whose rounding the first step's check must take for what it is. Rewards by the sample's id, so that there is a
+    gradient."""
     asked = {"prompt": [{"role": "user", "content": "What is the capital of France?"}], "label": "Paris"}
     (tmp_path / "capital.jsonl").write_text(json.dumps(asked) + "\n")
     (tmp_path / "eval.toml").write_text(
@@ -64,8 +65,9 @@ def test_the_embedded_engine_says_paris_and_two_steps_are_trained(model: Path, t
     )
     words = ["--name", "real", "--runs-dir", "runs", "--hf-checkpoint", "builtin:smollm2", "--model-dtype", "bfloat16"]
     words += ["--prompt-data", str(WORDS), "--input-key", "prompt", "--label-key", "label", "--apply-chat-template"]
-    words += ["--rm-type", "math", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--num-rollout", "2", "--no-save"]
-    words += ["--dynamic-sampling-filter-path", "none", "--rollout-max-response-len", "12", "--lr", "1e-6", "--ci-test"]
+    words += ["--rm-type", "deterministic_random", "--rollout-batch-size", "2", "--n-samples-per-prompt", "6", "--num-rollout", "2"]
+    words += ["--dynamic-sampling-filter-path", "none", "--rollout-max-response-len", "12", "--ci-test", "--no-save"]
+    words += ["--lr", "1e-6"]
     words += ["--eval-config", "eval.toml", "--eval-interval", "2", "--num-generation-workers", "1", "--console", "plain"]
     words += ["--engine-token-deadline-s", "900", "--sglang-request-deadline-s", "1800"]
     done = subprocess.run(
