@@ -2,7 +2,6 @@
 
 from typing import Annotated, Literal
 
-from miles_async.quickstart.fetched import FETCHED
 from miles_async.settings.doc import Group, doc
 
 BUILTIN_PREFIX = "builtin:"
@@ -10,6 +9,8 @@ BUILTIN_PREFIX = "builtin:"
 
 def is_made_here(checkpoint: str) -> bool:
     """Whether it names a model that this package makes itself, and trains in float32."""
+    from miles_async.quickstart.fetched import FETCHED
+
     return checkpoint.startswith(BUILTIN_PREFIX) and checkpoint.removeprefix(BUILTIN_PREFIX) not in FETCHED
 
 
