@@ -144,8 +144,8 @@ def test_a_run_needs_an_end_and_a_reward():
         without("num_rollout")
     with pytest.raises(SettingsError, match=r"nothing scores.*--rm-type math.*--custom-rm-path FILE.*--rm-url URL"):
         without("rm_type")
-    for path in ("custom_generate_function_path", "custom_agent_function_path", "rollout_function_path"):
-        assert without("rm_type", **{path: "a.b"}).rollout.rm_type is None, "a program may give its samples their reward"
+    for program in ({"custom_generate_function_path": "a.b"}, {"custom_agent_function_path": "a.b"}, FUNCTION):
+        assert without("rm_type", **program).rollout.rm_type is None, "a program may give its samples their reward"
     taught = {"use_opd": True, "opd_teacher_load": "teacher"}
     assert without("rm_type", **taught).rollout.rm_type == "zero", "a teacher speaks of every token"
     with pytest.raises(SettingsError, match="nothing scores"):
