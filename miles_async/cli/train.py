@@ -50,7 +50,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         said = f"one settings file expected, got {' '.join(parsed.positional)}"
         refused.found.append(SettingsError(said, remedy="Put CONFIG before the flags."))
     config = config_path(parsed.positional[0]) if parsed.positional else None
-    runs_ahead = () if script.told else ahead(Said.of("", parsed.values, script.words).beside(_given(config)))
+    once = config is not None and config.exists() and not config.is_file()  # a pipe, which is read when the settings are
+    runs_ahead = () if script.told or once else ahead(Said.of("", parsed.values, script.words).beside(_given(config)))
     return argparse.Namespace(
         explain=(),
         help=bool(parsed.switches.intersection(HELP)),

@@ -82,7 +82,7 @@ async def all_ended(bus: Bus, house: House) -> bool:
     [
         ("regex", -signal.SIGKILL, "the event loop of"),
         pytest.param("task", -signal.SIGKILL, "the event loop of", marks=pytest.mark.slow),
-        ("thread", -signal.SIGKILL, "the event loop of"),
+        pytest.param("thread", -signal.SIGKILL, "the event loop of", marks=pytest.mark.slow),
         pytest.param("sleep", -signal.SIGKILL, "the event loop of", marks=pytest.mark.slow),
         ("crash", -signal.SIGSEGV, "Segmentation fault"),
     ],

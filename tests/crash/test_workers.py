@@ -187,6 +187,7 @@ HELD_UP: Tables = {
 }
 
 
+@pytest.mark.slow
 def test_a_sample_that_holds_up_its_worker_in_c_ends_two_of_them_and_the_run_goes_on(run_of: Launch) -> None:
     """It never walks on: the third that is given it buries it, with the place."""
     run = run_of(merged(HELD_UP, {"sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8}}))
