@@ -113,6 +113,8 @@ class Watch:
         self._is_told = False
         self._renewed_at = 0.0  # or it turned then
         self._allowed_s = told.deadline_s
+        self._runner = asyncio.Runner()
+        self._bus: Any = None
 
     def hears(self, line: bytes) -> None:
         """What the process reads."""
@@ -239,22 +241,34 @@ class Watch:
     # -- the bus ------------------------------------------------------------------------------------------------
 
     def _on_bus(self, does: Callable[[Any], Coroutine[Any, Any, None]], within_s: float) -> None:
-        """Its client is loaded when it is needed: most watches never do."""
-        from bus import Bus, BusConfig
-        from bus.errors import MilesAsyncError
-
-        async def run() -> None:
-            config = msgspec.convert({**self._told.bus, "deadline_s": within_s}, BusConfig)
-            async with asyncio.timeout(within_s), Bus(config) as bus:
-                await does(bus)
-
+        """Its client is loaded when it is needed, since most watches never do; the connection stays: on a busy machine to make one
+        anew for each renewal is what keeps it busy."""
         if not self._reads:
             return
+        from bus.errors import MilesAsyncError
+
         try:
-            asyncio.run(run())
+            self._runner.run(self._asked(does, within_s))
         except (MilesAsyncError, OSError, TimeoutError) as error:
             why = error if str(error) else f"no answer within {within_s:.3g} s"
             self._say("WARNING", f"the bus was not told that the event loop stands still: {why}")
+
+    async def _asked(self, does: Callable[[Any], Coroutine[Any, Any, None]], within_s: float) -> None:
+        from bus import Bus, BusConfig
+
+        try:
+            async with asyncio.timeout(within_s):
+                if self._bus is None:
+                    config = msgspec.convert({**self._told.bus, "deadline_s": within_s}, BusConfig)
+                    self._bus = await Bus(config).__aenter__()
+                await does(self._bus)
+        except BaseException:
+            bus, self._bus = self._bus, None
+            if bus is not None:
+                with suppress(Exception):  # whatever it is in: the next is a new one
+                    async with asyncio.timeout(1.0):
+                        await bus.__aexit__(None, None, None)
+            raise
 
     async def _keep(self, bus: Any) -> None:
         from bus.streams.absent import held_by, keep_leases

@@ -59,7 +59,8 @@ class Ear:
         self._said: list[bytes] = []  # by the process; the first line is what is watched
         self._buffer = b""
         self._before = look_at(pid)
-        self._stood_s, self._turned_at = 0.0, time.monotonic()
+        self._stood_s, self._turned_at, self._looked_at = 0.0, time.monotonic(), time.monotonic()
+        self._most_s = max(self._step_s, deadline_s / 4)  # that one look counts for: we may have been stopped ourselves
         self._watch: Watch | None = None
 
     def run(self) -> None:
@@ -93,12 +94,13 @@ class Ear:
     def _turned(self) -> None:
         if self._watch is not None:
             self._watch.turned()
-        self._before, self._stood_s, self._turned_at = look_at(self._pid), 0.0, time.monotonic()
+        self._before, self._stood_s = look_at(self._pid), 0.0
+        self._turned_at = self._looked_at = time.monotonic()
 
     def _stands(self) -> bool:
-        now = look_at(self._pid)
-        more_s = counted(self._before, now, self._step_s)
-        self._before = now
+        now, at = look_at(self._pid), time.monotonic()
+        more_s = counted(self._before, now, min(at - self._looked_at, self._most_s))  # to act may have taken seconds
+        self._before, self._looked_at = now, at
         self._stood_s += more_s
         if more_s == 0.0 and now.state != "R":
             return False
