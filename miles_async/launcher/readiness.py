@@ -119,8 +119,8 @@ def _megatron(s: RunSettings, torch: str, on_gpu: bool) -> Iterator[Finding]:
     if not engine:
         level: Level = "wrong" if s.parallel.context_parallel_size > 1 else "note"
         yield Finding(level, "transformer-engine", "not installed: layers run as plain torch, unfused; no context parallelism, "
-                      "grouped experts, fused rotations or precision-aware optimizer; install transformer-engine[pytorch]==2.12.0 "
-                      "for torch 2.11")  # fmt: skip
+                      "grouped experts, fused rotations or precision-aware optimizer; "
+                      "install transformer-engine[pytorch,core_cu13]==2.12.0 for torch 2.11")  # fmt: skip
     elif torch.startswith(ENGINE_FOR_TORCH[0]) and not engine.startswith(ENGINE_FOR_TORCH[1]):
         text = f"{engine} with torch {torch}: 2.14 to 2.17 want newer cuBLAS or cuDNN than it brings; 2.12.0 was tried"
         yield Finding("note", "transformer-engine", text)

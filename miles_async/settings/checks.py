@@ -23,10 +23,12 @@ def check_model(settings: RunSettings) -> dict[str, Any]:
     """The model's config.json; empty for a builtin model."""
     config: dict[str, Any] = {}
     if settings.model.builtin_name is not None:
+        from miles_async.quickstart.fetched import FETCHED
         from miles_async.quickstart.tasks import TASKS
 
-        if settings.model.builtin_name not in TASKS:
-            remedy = f"Builtin models: {', '.join(f'builtin:{name}' for name in sorted(TASKS))}."
+        known = sorted({*TASKS, *FETCHED})
+        if settings.model.builtin_name not in known:
+            remedy = f"Builtin models: {', '.join(f'builtin:{name}' for name in known)}."
             raise settings.flat.refusal("hf_checkpoint", "no such builtin model", remedy)
     else:
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")

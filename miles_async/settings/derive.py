@@ -9,6 +9,7 @@ from typing import Any
 from actors.runtime.transports.records import DISK, IPC
 from actors.trainer.objective_estimators import ESTIMATORS
 from miles_async.settings.errors import refusal
+from miles_async.settings.groups.model import is_made_here
 from miles_async.settings.kinds import engine_of
 from miles_async.settings.launchers import LAUNCHERS
 from miles_async.settings.megatron_fields import asked_for
@@ -166,7 +167,7 @@ def fill(given: Values, defaults: Values, *, run_name: str, gpu: bool) -> Values
     """All fields: `given` over `defaults` over derivations. `gpu`: whether this host has one. Raises SettingsError when the four
     knobs disagree."""
     values = {**defaults, **given}
-    values.setdefault("model_dtype", "bfloat16" if gpu and not values["hf_checkpoint"].startswith("builtin:") else "float32")
+    values.setdefault("model_dtype", "bfloat16" if gpu and not is_made_here(values["hf_checkpoint"]) else "float32")
     values.setdefault("name", run_name)
     values.setdefault("use_dynamic_batch_size", "micro_batch_size" not in given)
     if values["use_dynamic_global_batch_size"]:

@@ -7,7 +7,7 @@ it. Always true: of a flag that Miles has too, the default is the same, or it st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from actors.generation.engines.records import DEFAULT, ENGINES, OF_MILES
 from miles_async.settings.catalog import catalog
@@ -28,6 +28,11 @@ class Said(NamedTuple):
     def of(program: str, values: Sequence[FlagValue], flags: Sequence[str]) -> Said:
         """The last of repeated flags counts."""
         return Said(program, {value.spec.name: value.words for value in values}, frozenset(flags))
+
+    def beside(self, file: Mapping[str, Any]) -> Said:
+        """With the settings of a file, over which flags count."""
+        told = {name: (str(value).lower() if isinstance(value, bool) else str(value),) for name, value in file.items()}
+        return self._replace(values={**told, **self.values})
 
     def one(self, field: str, other: str = "") -> str:
         """The first word of a field, or `other` where it is left out."""

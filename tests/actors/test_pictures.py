@@ -30,7 +30,7 @@ from bus.messages.samples import Picture, SampleTask
 from bus.messages.versions import PolicyVersion
 from bus.sweep import sweep_orphans
 from bus.topology import ACTIVE, EVAL_PROMPTS, POLICY, PROMPTS
-from tests import sights
+from scripts.bench import sights
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import data_of, room_of
 from tests.engine.test_client import LENGTH, PAIRS, scripted

@@ -24,7 +24,7 @@ from actors.generation.engines.sglang.server import SGLangServer
 from actors.generation.engines.sglang.wire import NEVER_MIXES
 from actors.generation.spec import GenerationSpec
 from actors.runtime.vision import Vision
-from tests import sights
+from scripts.bench import sights
 from tests.engine.conftest import engine_process
 
 COMMAND = os.environ.get("MILES_ASYNC_TEST_SGLANG", "")

@@ -17,7 +17,7 @@ from actors.generation.engines.embedded.request import Request
 from actors.generation.engines.embedded.weights import load_weights
 from actors.generation.engines.embedded.wire import BadRequest, GenerateBody, view_of
 from actors.runtime.vision import positions
-from tests import sights
+from scripts.bench import sights
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])

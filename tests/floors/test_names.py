@@ -17,7 +17,7 @@ STAYS = {
     "actors/trainer/transports/ipc.py open_ipc": "its record names it: actors/runtime/transports/ipc.py",
     "actors/trainer/transports/nccl.py open_nccl": "its record names it: actors/runtime/transports/nccl.py",
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
-    "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
+    "actors/trainer/torch_backend/matched.py FORMULAS": "the kernels without a GPU, for tests and scripts/bench/gpu_judge.py",
     "miles_async/cli/recipe_typer.py callback": "typer has it; recipes use it",
 }
 IN_PYTHON = ("Knobs", "Run", "RunEnded", "SettingsError", "StartedRun", "open_run", "run")

@@ -20,8 +20,8 @@ from miles_async.cli.app import main
 from miles_async.launcher import readiness
 from miles_async.launcher.readiness import Finding, look
 from miles_async.settings.load import settings_from
+from scripts.bench.launch_scripts import CONFIGS
 from tests.floors.tree import ROOT
-from tests.miles_async.launch_scripts import CONFIGS
 
 Usage = namedtuple("Usage", "total used free")
 H200S = ["NVIDIA H200"] * 4

@@ -20,7 +20,7 @@ from actors.trainer.backend import BatchRefused, BatchSample, StepBatch
 from actors.trainer.objective import TrainSample
 from actors.trainer.torch_backend import TorchBackend
 from bus.messages.samples import Picture
-from tests import sights
+from scripts.bench import sights
 from tests.trainer.conftest import backend_config
 
 

@@ -120,7 +120,7 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             "Mean difference between log-probs of trainer and engine that the first step's self-check allows. What bfloat16 alone "
             "makes grows with a model's width and depth; engines that serve FP8 show more.",
             unit="nats",
-            derived="1e-9 with true_on_policy_mode, 1e-4 with the embedded engine and model_dtype float32, else 0.03",
+            derived="0.1 in bfloat16; in float32 1e-4 with the embedded engine, else 0.03; 1e-9 with true_on_policy_mode",
             gt=0, ours=True,
         ),
     ]

@@ -1,7 +1,7 @@
 """Streamed answers over HTTP/1.1, read where the socket delivers them: an event costs no task switch but the one that hands
 it over, and a request has one timer.
 
-aiohttp makes the other calls. Here it costs four times the rest of the client (scripts/bench_worker.py): 200 of 273 us for an
+aiohttp makes the other calls. Here it costs four times the rest of the client (scripts/bench/worker.py): 200 of 273 us for an
 answer of two chunks. Always true: what is held of an answer is bounded, and the work is linear in its bytes, however they are
 cut.
 """
