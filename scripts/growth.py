@@ -44,7 +44,7 @@ def kind_of(words: Sequence[str], run_dir: Path) -> str:
             name = re.sub(r"-[\d-]+$", "", found[1])
             return "generation" if name == "guest" else name
     for part, kind in (
-        ("generation.embedded", "engine"),
+        ("engines.embedded", "engine"),
         ("fork_server", "fork server"),
         ("reward.pool", "reward pool"),
         ("redis-server", "Redis server"),

@@ -124,7 +124,7 @@ class Copy:
     def _run(self, tests: str, deadline_s: float) -> tuple[int | None, str]:
         """pytest's exit status, None at the deadline, and the test that failed or the last line."""
         environment = {**os.environ, "PYTHONPATH": str(self._root), "MILES_ASYNC_CRASH": "all"}  # every case can be named
-        command = [sys.executable, "-m", "pytest", *PYTEST, *shlex.split(tests)]
+        command = [sys.executable, "-m", "pytest", "--all", *PYTEST, *shlex.split(tests)]
         process = subprocess.Popen(
             command, cwd=self._root, env=environment, text=True, errors="replace", start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up in .venv and runs lint, types and all tests; types beside the tests, their findings at the end. Arguments go to
-# pytest, e.g. tests/bus -k trim
+# Sets everything up in .venv and runs lint, types and tests; types beside the tests, their findings at the end. Arguments go to
+# pytest, e.g. tests/bus -k trim, or --all: also the tests marked slow, which take some ten minutes more (the crash matrix has a
+# script of its own: crash_matrix.sh)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/lib.sh

@@ -33,11 +33,31 @@ settings.load_profile("house")
 gc.disable()  # until the tests are there: what is loaded for them stays, and to look through it again and again takes seconds
 
 
+APART = ("crash", "hosts")  # whose slow cases are a matrix of their own (scripts/crash_matrix.sh)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `./scripts/test.sh --all` hands on."""
+    parser.addoption("--all", action="store_true", help="run the tests marked slow too, but for those of the crash matrix")
+
+
+def leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Unless a test is asked for by its whole name: `pytest tests/x.py::test_y`."""
+    if config.getoption("--all") or any("::" in word for word in config.invocation_params.args):
+        return
+    here = Path(__file__).parent
+    slow = [i for i in items if i.get_closest_marker("slow") and i.path.relative_to(here).parts[0] not in APART]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Between the files of each worker's share stand as many whole runs as of any other's, and none at its end: a run that waits
     leaves the processor to tests that compute, and nobody waits for the last one. pytest-xdist gives worker k the k-th part; who
     has no more takes from the end of another's. Tests of Megatron stay together, for each worker that has one must load it."""
+    leave_out_slow(config, items)
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers == 1:
         return

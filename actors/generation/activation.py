@@ -15,15 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from actors.generation.engine import EngineUnavailable, RequestRefused
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engine import Engine, EngineUnavailable, RequestRefused
 from actors.runtime.checksum import checksum_of_version
+from actors.runtime.transports.kind import TransportBroken, TransportKind
+from actors.runtime.transports.records import way_of
 from bus.errors import MilesAsyncError
 from bus.messages.policy import WeightManifest
 from bus.messages.weights import WeightPlan
-
-TRANSPORTS = ("ipc", "nccl")  # what has a plan
-FILES = ("disk", "network")  # whole files: of this host, or to be fetched first
 
 
 class WeightsUnusable(MilesAsyncError):
@@ -32,10 +30,6 @@ class WeightsUnusable(MilesAsyncError):
 
 class TransportFailed(MilesAsyncError):
     """These weights did not arrive this way. The engine may hold a part of them."""
-
-
-class NotCounted(MilesAsyncError):
-    """The engine could not count its tokens and has received nothing."""
 
 
 class WeightsDiffer(EngineUnavailable):
@@ -50,10 +44,12 @@ class Compared(NamedTuple):
 
 
 class Loader:
-    """One worker's way of loading. Owns the membership in the trainer's broadcast group."""
+    """One worker's way of loading. Owns the membership in the trainer's broadcast group. `own`: the transport that the settings
+    name; of a user's own no other is loaded."""
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, own: str = "") -> None:
         self._worker = worker
+        self._own = own
         self._group = ""
         self._sent = 0  # newest version id that the trainer began to send
         self._news = asyncio.Event()
@@ -71,10 +67,16 @@ class Loader:
         """The engine started anew: it is in no group."""
         self._group = ""
 
+    def way(self, plan: WeightPlan) -> TransportKind:
+        """Its record. WeightsUnusable when this worker knows none, or it brings whole files."""
+        way = way_of(plan.transport, self._own)
+        if way is None or way.whole:
+            raise WeightsUnusable(f"transport {plan.transport!r} is unknown to this worker; it waits for files")
+        return way
+
     def check(self, plan: WeightPlan) -> None:
         """WeightsUnusable when this worker cannot load so."""
-        if plan.transport not in TRANSPORTS:
-            raise WeightsUnusable(f"transport {plan.transport!r} is unknown to this worker; it waits for files")
+        self.way(plan)
         if plan.workers and self._worker not in plan.workers:
             raise WeightsUnusable(
                 f"this worker is not in group {plan.group} ({', '.join(plan.workers)}); it waits for the next one, or for files"
@@ -95,30 +97,20 @@ class Loader:
         return True
 
     async def load(
-        self, engine: SGLangClient, manifest: WeightManifest, plan: WeightPlan | None, label: str, before: str | None = None
+        self, engine: Engine, manifest: WeightManifest, plan: WeightPlan | None, label: str, before: str | None = None
     ) -> None:
         """All tensors into the engine, which is paused. TransportFailed: it is alive and must load a whole version before it
         goes on. EngineUnavailable: start it anew. RequestRefused: nothing changed (whole files only). `before`: see
-        SGLangClient.receive (nccl only); NotCounted where that cannot be done."""
+        Engine.receive; NotCounted where that cannot be done."""
         if plan is None:
             await engine.update_weights_from_disk(manifest.path, label)
             return
-        last = len(plan.buckets) - 1
         try:
-            if plan.transport == "nccl" and await engine.receive(plan.buckets, plan.group, label, before):
-                return
-            if before is not None:
-                raise NotCounted
-            for i, bucket in enumerate(plan.buckets):
-                version = label if i == last else None
-                if plan.transport == "ipc":
-                    await engine.update_weights_from_tensor(bucket.handles, version, bucket.quick)
-                else:
-                    await engine.update_weights_from_distributed(bucket.tensors, plan.group, version)
-        except RequestRefused as error:
+            await self.way(plan).load(engine, plan, label, before)
+        except (RequestRefused, TransportBroken) as error:
             raise TransportFailed(str(error)) from error
 
-    async def compare(self, engine: SGLangClient, plan: WeightPlan | None, label: str) -> Compared:
+    async def compare(self, engine: Engine, plan: WeightPlan | None, label: str) -> Compared:
         """Load the same version from files and compare the engine's own checksums before and after. WeightsDiffer names the
         first tensor that differs. An engine without such checksums serves what the files hold."""
         if plan is None or not plan.whole:
@@ -138,29 +130,14 @@ class Loader:
             )
         return Compared(len(filed))
 
-    async def join(self, engine: SGLangClient, plan: WeightPlan) -> None:
+    async def join(self, engine: Engine, plan: WeightPlan) -> None:
         """Be in the plan's group if it has one; the engine waits there for the trainer and the other engines.
         TransportFailed when they do not meet."""
-        if plan.transport != "nccl" or self._group == plan.group:
-            return
+        group, self._group = self._group, ""
         try:
-            await self._join(engine, plan)
+            self._group = await self.way(plan).join(engine, plan, self._worker, group)
         except RequestRefused as error:
             raise TransportFailed(str(error)) from error
-
-    async def _join(self, engine: SGLangClient, plan: WeightPlan) -> None:
-        if self._group:
-            await engine.destroy_weights_update_group(self._group)
-            self._group = ""
-        await engine.init_weights_update_group(
-            address=plan.address,
-            port=plan.port,
-            rank_offset=plan.ranks[self._worker],
-            world_size=plan.world_size,
-            group=plan.group,
-            backend=plan.backend,
-        )
-        self._group = plan.group
 
 
 def check_manifest(manifest: WeightManifest) -> None:

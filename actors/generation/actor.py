@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from actors.generation.engine import EngineUnavailable, RequestRefused
+from actors.generation.engines.records import engine_kind
 from actors.generation.given import given_response
 from actors.generation.leasing import LEASED, Leases
 from actors.generation.opening import open_link
@@ -81,7 +82,7 @@ class Worker:
         decode = decoder_of(spec.model_path)
         self._programs = Programs(context, spec.program, spec.program_deadline_s, spec.program_values, decode, program)
         self._worlds = Worlds(context, spec.environments_s) if spec.environments_s else None
-        pictures = Pictures(context, "" if spec.engine == "embedded" else spec.model_path)
+        pictures = Pictures(context, "" if engine_kind(spec.engine).reads_ids else spec.model_path)
         routed = routed_shape(spec.model_path) if spec.routed else None
         self._changed = asyncio.Event()  # an order arrived, others serve something else, the engine changed
         self._turns = Turns(context, self._link, self._pace, self._vocabulary, self._changed.set, routed, pictures, decode)

@@ -21,21 +21,22 @@ from pathlib import Path
 import msgspec
 
 from actors.generation.activation import (
-    FILES,
     Compared,
     Loader,
-    NotCounted,
     TransportFailed,
     WeightsUnusable,
     check_manifest,
 )
-from actors.generation.attach import Attached, check_routed, check_served, describe
-from actors.generation.engine import BootRefused, EngineUnavailable, RequestRefused
+from actors.generation.engine import (
+    Attached,
+    BootedEngine,
+    BootRefused,
+    Connect,
+    Engine,
+    EngineUnavailable,
+    RequestRefused,
+)
 from actors.generation.pausing import pause, pause_to_count
-from actors.generation.process import EngineProcess
-from actors.generation.routed import RoutedEngine
-from actors.generation.sglang_client import SGLangClient
-from actors.generation.sglang_server import SGLangServer
 from actors.generation.spec import GenerationSpec
 from actors.generation.supply import Supply
 from actors.runtime.context import Context
@@ -44,6 +45,8 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.fetch import FetchFailed
 from actors.runtime.host import shared_memory_name
 from actors.runtime.run import Refused
+from actors.runtime.transports.kind import NotCounted
+from actors.runtime.transports.records import DISK, FILES, NETWORK
 from bus.errors import BadMessage, DeadlineExceeded
 from bus.messages.active import Activate
 from bus.messages.events import EventKind
@@ -79,9 +82,9 @@ class EngineLink:
         self,
         context: Context,
         spec: GenerationSpec,
-        connect: Callable[[str, Path | None], SGLangClient],
+        connect: Connect | None,
         *,
-        process: EngineProcess | SGLangServer | None = None,
+        process: BootedEngine | None = None,
         supply: Supply | None = None,
     ) -> None:
         self._context = context
@@ -91,7 +94,7 @@ class EngineLink:
         self.process = process
         self.control_deadline_s = spec.control_deadline_s
         self._failures = 0
-        self._loader = Loader(context.name)
+        self._loader = Loader(context.name, spec.transport)
         self._files: WeightManifest | None = None  # whole files that were loaded last, with nothing else after them
         self._taken: Activate | None = None  # the order that is being carried out, or was
         self._trouble = ""  # of the last order, which failed; an engine that starts anew because of it does not change it
@@ -99,7 +102,7 @@ class EngineLink:
         self._since = context.clock.monotonic()  # in this state
         self._open = asyncio.Event()
         self._open.set()
-        self.engine: SGLangClient | None = None
+        self.engine: Engine | None = None
         self.serving: PolicyVersion | None = None
         self.versions: dict[str, PolicyVersion] = {}
         self.released: tuple[str, ...] = ()  # memory that the engine, paused, has given back (sharing.py)
@@ -117,7 +120,7 @@ class EngineLink:
     @property
     def routed(self) -> bool:
         """Whether a router stands before our engine and its peers."""
-        return isinstance(self.engine, RoutedEngine)
+        return self.engine is not None and self.engine.has_router
 
     @property
     def absent(self) -> bool:
@@ -146,7 +149,7 @@ class EngineLink:
         """Start (or reach) the engine; tries again with back-off until draining, or until `given_up`. Refused: it can never
         start so."""
         context = self._context
-        if self._spec.engine == "none":
+        if self._connect is None:
             self.enter(State.READY)
             await context.event(EventKind.JOINED, "no engine: responses come from the data")
             return
@@ -159,11 +162,8 @@ class EngineLink:
                 inside = Path(self._spec.inside) if self._spec.inside else None  # of a server that is not ours
                 self.engine = self._connect(url, inside if self.process is None else self.process.inside)
                 async with deadline(self.control_deadline_s, f"health of the engine at {url}"):
-                    health = await self.engine.health()
-                    info = await self.engine.info()
-                own = self.process is not None
-                self.kind = describe(info) if own else check_served(url, info, health.model_path, self._spec.model_path)
-                check_routed(url, info, wanted=self._spec.routed)
+                    own, spec = self.process is not None, self._spec
+                    self.kind = await self.engine.look(own=own, model_path=spec.model_path, routed=spec.routed)
                 self.released = ()
                 self._loader.forget()
                 self.enter(State.READY)
@@ -190,7 +190,7 @@ class EngineLink:
         way, version, before = order.manifest.transport, order.version.id, self.state
         self._taken = order
         try:
-            same = self._spec.engine == "none" or self._holds(order.manifest)
+            same = self._connect is None or self._holds(order.manifest)
             await (self._relabel(order) if same else self._activate(order, given_up))
         except (TransportFailed, WeightsUnusable, EngineUnavailable, RequestRefused) as error:
             self._taken = None
@@ -202,7 +202,7 @@ class EngineLink:
             if way in FILES and isinstance(error, WeightsUnusable | RequestRefused):  # also of files that came: nobody else's fault
                 text, path = str(error)[:300], order.manifest.path
                 await self._context.event(EventKind.WEIGHTS_REFUSED, text, version=version, path=path)
-            elif way != "disk" and not (way == "network" and self._context.draining.is_set()):  # then we gave it up
+            elif way != DISK.name and not (way == NETWORK.name and self._context.draining.is_set()):  # then we gave it up
                 text = f"{way}: {error}"[:300]
                 await self._context.event(EventKind.TRANSPORT_FAILED, text, version=version, transport=way)
             if isinstance(error, EngineUnavailable | RequestRefused):
@@ -239,7 +239,7 @@ class EngineLink:
         label = str(order.version.id)
         plan, manifest = await self._plan(order.manifest), order.manifest
         self.know(order)
-        if manifest.transport == "network":
+        if manifest.transport == NETWORK.name:
             manifest = await self._fetch(order, given_up)
             if self.state is not State.WAITING:
                 return
@@ -248,18 +248,19 @@ class EngineLink:
         if plan is not None and not await self._meet_trainer(engine, order, plan, given_up):
             return
         before, self._files = self.serving, None
+        broadcast = plan is not None and self._loader.way(plan).broadcasts
         self.enter(State.LOADING)
         compared = Compared(0)
         try:
             async with deadline(self.control_deadline_s, f"activation of version {label}"):
                 paused = self._context.clock.monotonic()
-                counted_by = None if self.routed else await pause_to_count(engine, self.kind, order.mode, before, plan)
+                counted_by = None if self.routed else await pause_to_count(engine, self.kind, order.mode, before, broadcast)
                 how = "kept" if counted_by else await pause(engine, self.kind, order.mode, before)
-                fault_point(self._context.name, "receiving" if plan and plan.transport == "nccl" else "activating")
+                fault_point(self._context.name, "receiving" if broadcast else "activating")
                 if WEIGHTS in self.released:
                     await engine.resume_memory((WEIGHTS,))
                     self.released = tuple(tag for tag in self.released if tag != WEIGHTS)
-                if isinstance(engine, RoutedEngine):
+                if engine.has_router:
                     await engine.flush()  # peers may have sent requests under the next version's salt already
                 try:
                     await self._loader.load(engine, manifest, plan, label, counted_by)
@@ -319,17 +320,17 @@ class EngineLink:
         self._trouble = ""
         self._context.note = self._about()
         version, step = order.version.id, order.version.step
+        fetched = self._supply.fetched if self._supply and order.manifest.transport == NETWORK.name else {}
         await self._context.event(
             EventKind.ACTIVATED, f"version {version} (step {step})", version=version, step=step, pause_s=self.pause_s,
             total_s=total_s, transport=order.manifest.transport, gpus=self.kind.tp_size, host=shared_memory_name(),
-            compared=compared.tensors, requests=how,
-            **(self._supply.fetched if self._supply and order.manifest.transport == "network" else {}),
+            compared=compared.tensors, requests=how, **fetched,
         )  # fmt: skip
         if compared.unable:
             await self._context.event(EventKind.NOT_COMPARED, compared.unable, version=order.version.id)
 
     async def _meet_trainer(
-        self, engine: SGLangClient, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
+        self, engine: Engine, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
     ) -> bool:
         """Be in the group, say so, and wait until the trainer sends; the engine goes on with the old weights meanwhile."""
         self.enter(State.WAITING)
@@ -358,7 +359,7 @@ class EngineLink:
     async def route(self, *, joins: bool) -> None:
         """Take part behind the router, or leave it: its requests would meet an older version here, or an engine at rest, which it
         holds for dead and is slow to see again. Each activation joins."""
-        if isinstance(self.engine, RoutedEngine):
+        if self.engine is not None:
             await (self.engine.join() if joins else self.engine.leave())
 
     async def check(self) -> None:
@@ -372,10 +373,10 @@ class EngineLink:
                     "parts of two"
                 )
             )
-        elif isinstance(self.engine, RoutedEngine) and not self._context.draining.is_set() and (news := await self.engine.renew()):
+        elif self.engine is not None and not self._context.draining.is_set() and (news := await self.engine.renew()):
             await self._context.event(EventKind.ROUTER, news, level="info" if self.engine.routed else "warning")
 
-    async def fail(self, error: BaseException, of: SGLangClient | None = None) -> None:
+    async def fail(self, error: BaseException, of: Engine | None = None) -> None:
         """Declare the engine stalled; whoever watches `broken` boots it again. `of`: the engine that failed; news of one
         that has been replaced since changes nothing."""
         if self.state is not State.BROKEN and of in (None, self.engine):

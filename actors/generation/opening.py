@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
 
+from actors.generation.engines.records import engine_kind
 from actors.generation.link import EngineLink
-from actors.generation.process import EngineProcess
-from actors.generation.routed import RoutedEngine
-from actors.generation.sglang_client import SGLangClient
-from actors.generation.sglang_server import SGLangServer
 from actors.generation.spec import GenerationSpec
 from actors.generation.supply import Supply
+from actors.kinds import UnknownKind
 from actors.runtime.child import Child
 from actors.runtime.context import Context
-from bus.messages.events import EventKind
+from actors.runtime.run import Refused
 
 
 def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None) -> EngineLink:
-    """`spare`: see EngineProcess."""
-
-    def connect(url: str, inside: Path | None) -> SGLangClient:
-        """The client of an engine that runs."""
-        told: dict[str, Any] = {
-            "request_deadline_s": spec.request_deadline_s,
-            "token_deadline_s": spec.token_deadline_s,
-            "control_deadline_s": spec.control_deadline_s,
-            "token": spec.token,
-            "draws": spec.draws,
-            "inside": inside,
-        }
-        return RoutedEngine(url, spec.router_url, **told) if spec.router_url else SGLangClient(url, **told)
-
+    """`spare`: a process that already loads what the engine's kind says. Refused: there is no such engine."""
+    folder = Path(context.spec.run_dir or ".") / "engines" / context.name
+    try:
+        connect, server = engine_kind(spec.engine).open(context, spec, folder, spare)
+    except UnknownKind as error:
+        raise Refused(f"engine {spec.engine} cannot be loaded: {error}") from error
     supply = Supply(
         context,
         token=spec.weights_token,
@@ -40,19 +29,4 @@ def open_link(context: Context, spec: GenerationSpec, spare: Child | None = None
         deadline_s=spec.control_deadline_s,
     )
     supply.open()
-    return EngineLink(context, spec, connect, process=_server(context, spec, spare), supply=supply)
-
-
-def _server(context: Context, spec: GenerationSpec, spare: Child | None) -> EngineProcess | SGLangServer | None:
-    folder = Path(context.spec.run_dir or ".") / "engines" / context.name
-    if spec.engine == "embedded":
-        return EngineProcess(spec, folder, spare)
-    if spec.engine != "sglang":
-        return None
-
-    async def report(kind: EventKind, text: str, level: Literal["info", "warning"]) -> None:
-        compiles = kind is EventKind.ENGINE_COMPILES
-        context.note = "SGLang compiles kernels, once on a machine" if compiles else ""  # until it has joined
-        await context.event(kind, text, level=level)
-
-    return SGLangServer(spec, folder, report)
+    return EngineLink(context, spec, connect, process=server, supply=supply)

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from typing import cast
 
-from actors.generation.attach import Attached
-from actors.generation.engine import PauseMode
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engine import Attached, Engine, PauseMode
 from bus.messages.versions import PolicyVersion
-from bus.messages.weights import WeightPlan
 
 LAST_STEP_S = 0.25  # a decode step is far shorter; what has not ended then is ended in the pause
 
 
-async def pause(engine: SGLangClient, kind: Attached, mode: str, before: PolicyVersion | None) -> str:
+async def pause(engine: Engine, kind: Attached, mode: str, before: PolicyVersion | None) -> str:
     """Pause the engine; returns what became of its requests. `before`: the version that made their tokens so far."""
     if kind.exact_in_place if mode == "in_place" else kind.exact:
         await engine.pause(cast(PauseMode, mode))
@@ -33,18 +30,18 @@ async def pause(engine: SGLangClient, kind: Attached, mode: str, before: PolicyV
 
 
 async def pause_to_count(
-    engine: SGLangClient, kind: Attached, mode: str, before: PolicyVersion | None, plan: WeightPlan | None
+    engine: Engine, kind: Attached, mode: str, before: PolicyVersion | None, broadcast: bool
 ) -> str | None:
-    """Pause in place an engine that counts in the call that brings the weights: one call less while requests wait. The
-    version that made its tokens; None, and nothing is paused, where it goes otherwise."""
-    by_nccl = plan is not None and plan.transport == "nccl" and engine.counts_when_receiving
-    if mode != "in_place" or before is None or not by_nccl or kind.exact_in_place:
+    """Pause in place an engine that counts in the call that brings the weights (`broadcast`: they come so): one call less while
+    requests wait. The version that made its tokens; None, and nothing is paused, where it goes otherwise."""
+    counts = broadcast and engine.counts_when_receiving
+    if mode != "in_place" or before is None or not counts or kind.exact_in_place:
         return None
     await engine.pause("in_place")
     return str(before.id)
 
 
-async def end_requests(engine: SGLangClient) -> str:
+async def end_requests(engine: Engine) -> str:
     """Most end with the step under way, before the pause: to take them back out of the batch costs SGLang 60 ms for 256, and it
     never removes them from its table."""
     await engine.end_running(LAST_STEP_S)

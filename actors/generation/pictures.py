@@ -1,7 +1,7 @@
 """Pictures of a request on their way to an engine: from the bus, as data URLs.
 
 SGLang (0.5.12) turns token ids that come with pictures into text and tokenises that anew. So such a request is sent to it only if
-its tokens survive this; the engine's count of prompt tokens is compared with ours besides (sglang_client).
+its tokens survive this; the engine's count of prompt tokens is compared with ours besides (engines/sglang/client.py).
 """
 
 from __future__ import annotations

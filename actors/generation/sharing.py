@@ -14,10 +14,9 @@ from typing import Any
 
 import msgspec
 
-from actors.generation.engine import EngineUnavailable, RequestRefused
+from actors.generation.engine import Engine, EngineUnavailable, RequestRefused
 from actors.generation.link import EngineLink, State
 from actors.generation.pausing import LAST_STEP_S
-from actors.generation.sglang_client import SGLangClient
 from actors.runtime.context import Context
 from actors.runtime.deadline import deadline
 from actors.runtime.faultpoints import fault_point
@@ -151,7 +150,7 @@ class Sharing:
         if link.process is not None:
             await link.process.stop()
 
-    async def _given(self, engine: SGLangClient, tags: tuple[str, ...]) -> bool:
+    async def _given(self, engine: Engine, tags: tuple[str, ...]) -> bool:
         """Whether it could be given back; not while a request is at work that was on its way before, or that a router sent from
         a peer who has not heard of the turn: such a peer sends it again."""
         try:

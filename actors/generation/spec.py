@@ -1,4 +1,4 @@
-"""What a worker is told at its start, and what an SGLang server is told of it."""
+"""What a worker is told at its start."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Any
 
 import msgspec
 
-from actors.generation.sglang_args import SEES_ANEW, UNEQUAL_GPUS, server_args
 from actors.runtime.child import ArgValue
-from actors.runtime.vision import family_of
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +28,8 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Start-up settings of a worker. `engine`: embedded (a server of our own), sglang (a real one, started here), external
-    (running at `engine_url`) or none (responses come from the data). `router_url`: the router before all engines, empty = none."""
+    """Start-up settings of a worker. `engine`: its kind (engines/records.py), by name or dotted path; `engine_url`: where it runs,
+    if its worker does not start it. `router_url`: the router before all engines, empty = none."""
 
     model_path: str = ""
     engine: str = "embedded"
@@ -85,6 +83,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Our function inside an SGLang server draws next tokens where sampling is plain (sampling.py)."""
     token: str = ""
     """What the engines and the router of this run ask of their callers; empty = nothing. Made by the launcher."""
+    transport: str = ""
+    """How versions come that are not whole files: a record, by name or the dotted path of a user's own; no other path is loaded."""
     serves: bool = False
     """Versions that came to this host over the network are served to the next one."""
     serve_at: str = ""
@@ -97,26 +97,3 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine gives back in the trainer's turn on the GPU they share, by SGLang's tags; empty = it shares none."""
     lent_s: float = 0.0
     """The GPU is lent by the trainer, which has it back within so many seconds; 0 = it is not (sharing.py)."""
-
-
-def sglang_env(spec: GenerationSpec) -> dict[str, str]:
-    """Variables of an SGLang server, and of each part of it; they win over those of this process (pure)."""
-    beside_trainer = UNEQUAL_GPUS if spec.gives_back and spec.tp_size > 1 else {}
-    return {**(SEES_ANEW if family_of(spec.model_path) else {}), **beside_trainer}
-
-
-def sglang_flags(spec: GenerationSpec, part: int = 0) -> dict[str, ArgValue]:
-    """Flags of an SGLang server, or of one part of it where it is spread over hosts (pure)."""
-    args = server_args(
-        tp_size=spec.tp_size,
-        max_running=spec.max_running,
-        seed=spec.seed,
-        given=spec.server_args,
-        context_length=spec.context_length,
-        routed=spec.routed,
-        sighted=bool(family_of(spec.model_path)),
-        ours_inside=not spec.server_command,  # another program's Python need not have our package
-    )
-    if spec.nodes > 1:
-        args |= {"nnodes": spec.nodes, "node-rank": part, "dist-init-addr": spec.meeting}
-    return args

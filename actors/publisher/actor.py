@@ -31,6 +31,7 @@ from actors.runtime.faultpoints import fault_point
 from actors.runtime.fetch import Damaged
 from actors.runtime.logs import fold_log
 from actors.runtime.run import RunEnds
+from actors.runtime.transports.records import DISK, NETWORK
 from bus import Entry, Out, Tail
 from bus.messages.active import Activate, PolicyActive, Seat, Send
 from bus.messages.control import Event, Vitals
@@ -57,6 +58,8 @@ class PublisherSpec(msgspec.Struct, frozen=True, kw_only=True):
     """HOST[:PORT] at which workers on other hosts fetch versions; empty = our address on the bus, any port."""
     weights_token: str = ""
     """What they must show."""
+    transport: str = ""
+    """How the trainer brings versions, as its setting says it."""
     lent: tuple[str, ...] = ()
     """Workers whose engines are on the trainer's GPUs while it lends them."""
 
@@ -76,7 +79,7 @@ class Publisher:
         self._in_files: set[int] = set()  # versions of which files may be here
         self._n_bytes = 0  # of the newest one
         self._now = 0.0  # of our own clock, when the entries being folded came
-        self._members = Members(self._spec.worker_timeout_s, self._spec.lent)
+        self._members = Members(self._spec.worker_timeout_s, self._spec.lent, self._spec.transport)
         self._why = ""  # files were refused last
         self._aside: set[str] = set()  # workers of which it was told that they get files, or nothing
         self._masked: tuple[int, float] = (-1, 0.0)  # newest step done, share of its batch's tokens over the bound
@@ -230,7 +233,7 @@ class Publisher:
             text = f"version {target.version.id} is written anew, time {target.attempt} of {TRIES} at most. {self._why}"
             await self._context.event(EventKind.FILES_ANEW, text[:300], version=target.version.id)
         target.asked_at = now
-        await self._send(Send(version=target.version, transport="disk", attempt=target.attempt))
+        await self._send(Send(version=target.version, transport=DISK.name, attempt=target.attempt))
 
     async def _send(self, order: Send) -> None:
         await self._context.bus.append([Out(ACTIVE, order)], repeatable=True)
@@ -256,7 +259,7 @@ class Publisher:
             return
         if packed is None:
             return
-        way = msgspec.structs.replace(files, transport="network", path="", n_bytes=packed.parcel.n_bytes)
+        way = msgspec.structs.replace(files, transport=NETWORK.name, path="", n_bytes=packed.parcel.n_bytes)
         for sources, names in self._elsewhere.sources(version.id, workers, self._members.all).items():
             await self._order(version, way, names, now, sources=sources, **packed._asdict())
 

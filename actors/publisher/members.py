@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
+from actors.runtime.transports.records import FILES, NETWORK, way_of
 from bus.messages.active import Seat
 from bus.messages.control import Event, Vitals
 from bus.messages.events import EventKind
@@ -26,7 +27,6 @@ REFUSALS = 3
 ASIDE_S = 600.0
 SILENT_KEPT = 1000
 UNHEARD_S = 3.0  # an order is on its way, or the word that it is followed
-FILES = ("disk", "network")  # ways of whole files
 NOT_HERE = ("stopped", "failed", "draining")
 FAILED = (EventKind.TRANSPORT_FAILED, EventKind.ENGINE_STALLED, EventKind.WEIGHTS_REFUSED)
 
@@ -70,11 +70,12 @@ class Member(msgspec.Struct, kw_only=True):
 
 
 class Members:
-    """Folded from the events log. `timeout_s`: silence after which a worker counts as gone. `lent`: those on the trainer's GPUs."""
+    """Folded from the events log. `timeout_s`: silence after which a worker counts as gone. `lent`: those on the trainer's GPUs.
+    `own`: the transport that the settings name."""
 
-    def __init__(self, timeout_s: float, lent: Collection[str] = ()) -> None:
+    def __init__(self, timeout_s: float, lent: Collection[str] = (), own: str = "") -> None:
         self._timeout_s = timeout_s
-        self._lent = lent
+        self._lent, self._own = lent, own
         self.all: dict[str, Member] = {}
         self._failed: dict[str, tuple[int, float]] = {}  # worker -> transports that failed in a row; when the last
         self._refused: dict[str, tuple[int, float]] = {}  # worker -> files refused in a row; when the last
@@ -131,7 +132,7 @@ class Members:
                 else:
                     member.refused = str(message.data.get("path", ""))
                     self._refused[message.actor] = (self._refused.get(message.actor, (0, 0.0))[0] + 1, now)
-                if kind == EventKind.TRANSPORT_FAILED and message.data.get("transport") != "network":
+                if kind == EventKind.TRANSPORT_FAILED and message.data.get("transport") != NETWORK.name:
                     self._failed[message.actor] = (self._failed.get(message.actor, (0, 0.0))[0] + 1, now)
 
     def _hear(self, name: str, now: float) -> Member:
@@ -188,15 +189,11 @@ class Members:
         return found
 
     def able(self, transport: str, host: str, now: float) -> dict[str, Seat]:
-        """Who can be sent a version by `transport` from `host`, by name. ipc: engines of that host, and of one size, since
-        handles are made for each rank."""
+        """Who can be sent a version by `transport` from `host`, by name."""
         aside = self.aside(now)
         seats = {name: m.seat for name, m in sorted(self.all.items()) if m.seat is not None and name not in aside}
-        if transport == "ipc":
-            here = {name: seat for name, seat in seats.items() if seat.host == host}
-            gpus = max((seat.gpus for seat in here.values()), default=0)
-            return {name: seat for name, seat in here.items() if seat.gpus == gpus}
-        return seats if transport == "nccl" else {}
+        way = way_of(transport, self._own)
+        return {} if way is None or way.whole else way.seats(seats, host)
 
     def aside(self, now: float) -> set[str]:
         """Workers that get files alone for now."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from actors.runtime.transports.records import DISK
 from bus.messages.active import PolicyActive, Seat
 from bus.messages.policy import WeightManifest, WeightsReady
 from bus.messages.versions import PolicyVersion
@@ -26,7 +27,7 @@ class Target:
     def __init__(self, version: PolicyVersion, manifest: WeightManifest) -> None:
         self.version = version
         self.transport, self.host = manifest.transport, manifest.host
-        self.files = manifest if manifest.transport == "disk" else None
+        self.files = manifest if manifest.transport == DISK.name else None
         self.attempt = 0
         self.asked_at: float | None = None  # when files were asked for that are not there yet
         self.seats: dict[str, Seat] | None = None if self.files is None else {}
@@ -34,7 +35,7 @@ class Target:
 
     def take(self, ready: WeightsReady) -> None:
         """The trainer's answer to an order."""
-        if ready.manifest.transport != "disk":
+        if ready.manifest.transport != DISK.name:
             self.sent = ready.manifest
             self.seats = self.seats or {}  # of a publisher before us: nobody knows for whom it was
         elif ready.attempt >= self.attempt:

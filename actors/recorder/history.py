@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from actors.recorder.records import Parts, Record
 
 REWARD = "rollout/raw_reward"
+LOSS = "train/loss"
 AVG_STALENESS = "rollout/fully_async/avg_staleness"
 MAX_STALENESS = "rollout/fully_async/max_staleness"
 MOST_SAMPLES = 64
@@ -231,6 +232,11 @@ class History:
         kept.append(one)
         if self.bounded and len(kept) > FIRST + 2 * NEWEST:
             del kept[FIRST:-NEWEST:2]
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the data's own responses are learned, which earn nothing."""
+        return bool(self.knobs) and self.knobs[0]["values"].get("policy_loss") == "nll"
 
     def unsaved_groups(self) -> int:
         """Groups trained since the newest checkpoint."""

@@ -5,7 +5,7 @@ With --group-rm all samples of a prompt are scored at once: entries wait here, p
 Score and acknowledgement share one commit: killed at any await it loses no sample and scores none twice downstream. A
 scorer (or teacher) that raises, hangs or crashes costs its sample further attempts, then a dead letter, followed by a
 RolloutLost, so that the group still closes. One that fails for every sample costs none: they wait, and the run ends with its
-text.
+text. Where the same sample with a harmless answer is scored (blame.py) it does not fail for every sample: it is the answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Literal
 
 import msgspec
 
-from actors.reward.sample import Reward, sample_of, settle
+from actors.reward.blame import Probe
+from actors.reward.sample import Reward, Sample, sample_of, settle
 from actors.reward.scorer import Scorers, answer_of
 from actors.reward.siblings import Siblings
 from actors.reward.spec import RewardSpec, scorers_of, text_by
@@ -30,13 +31,17 @@ from actors.runtime.refusals import Streak
 from actors.runtime.retry import NotItsFault
 from bus import Commit, Entry, Out
 from bus.errors import Poison, Transient
-from bus.messages.base import Packed
+from bus.messages.base import Packed, pack_ints, unpack_ints
 from bus.messages.events import EventKind
 from bus.messages.samples import RolloutDone, RolloutLost, Scored
 from bus.topology import EVAL_ROLLOUTS, EVAL_SCORED, ROLLOUTS, SCORED
 
 SMOOTH = 0.1  # part of the newest in the smoothed time of a scoring
 MOST_FAILED, GROUPS_FAILED = 16, 4  # attempts in a row, and groups among them; then it is not the samples
+
+
+Judged = tuple[list[Reward], str, list[Packed | msgspec.UnsetType], str | msgspec.UnsetType]
+"""Rewards, scorer, the teacher's log-probs, the answer of an evaluation sample."""
 
 
 class RewardRoom:
@@ -64,6 +69,7 @@ class RewardRoom:
             rebuild=self._siblings.clear if self._siblings is not None else None,
             holds=self._siblings is not None,
         )
+        self._probe = Probe(context.clock.monotonic)
         remedy = "Mend the scorer, its settings or the labels of the data set."
         self._failing = Streak(
             context.clock.monotonic, "scoring", remedy, most=MOST_FAILED, of=GROUPS_FAILED, patience_s=spec.patience_s,
@@ -182,52 +188,74 @@ class RewardRoom:
         found = self._unscored(msgspec.structs.replace(follow, ack=(entry,)), lost[0].group_id)
         return msgspec.structs.replace(found, ack=[e for e in found.ack if e is not entry])  # that one: by whoever buries it
 
-    async def _score(
-        self, entry: Entry, rollouts: Sequence[RolloutDone]
-    ) -> tuple[list[Reward], str, list[Packed | msgspec.UnsetType], str | msgspec.UnsetType]:
+    async def _score(self, entry: Entry, rollouts: Sequence[RolloutDone]) -> Judged:
         """One attempt: rewards, scorer, the teacher's log-probs of training samples, each under the knob's deadline, and the answer
         of an evaluation sample. Failures that may pass are Transient while attempts are left."""
         timeout_s = float(self._context.knobs.reward_timeout_s)
+        task = rollouts[0].task
+        samples = tuple(sample_of(one, self._text, self._context.spec.run_seed) for one in rollouts)
+        try:
+            found = await self._judged(rollouts, samples, timeout_s)
+        except (Transient, Poison) as error:
+            self._context.count("scorer_failures")
+            text = f"{type(error).__name__}: {error}"
+            if self._failing.suspects(task.group_id) and await self._probe.blames_the_answer(
+                lambda: self._harmless(rollouts, samples, timeout_s)
+            ):
+                self._failing.worked()
+                self._context.count("answers_blamed")
+            else:
+                self._failing.failed(task.group_id, text, task.sample_id)
+                if self._failing.for_all:
+                    raise NotItsFault(str(error)) from error
+            attempts = self._consumer.attempt(entry) if self._siblings is None else self._siblings.failed(task.group_id)
+            if isinstance(error, Poison) or attempts <= self._spec.max_retries:
+                raise
+            raise Poison(f"attempt {attempts} was the last: {error}") from error
+        self._failing.worked()
+        return found
+
+    async def _judged(self, rollouts: Sequence[RolloutDone], samples: Sequence[Sample], timeout_s: float) -> Judged:
+        """The same, with `samples` for what was read of them. Raises Transient, Poison."""
         task = rollouts[0].task
         key = self._spec.reward_key
         if task.eval_name:
             key = str(task.metadata.get("reward_key") or self._spec.eval_reward_key or key)
         answer: str | msgspec.UnsetType = msgspec.UNSET
         taught: list[Packed | msgspec.UnsetType] = [msgspec.UNSET] * len(rollouts)
-        samples = tuple(sample_of(one, self._text, self._context.spec.run_seed) for one in rollouts)
-        try:
-            if task.given_tokens is not msgspec.UNSET:  # supervised: nothing is to be judged
-                return [Reward(0.0)] * len(rollouts), "data", taught, answer
-            given = [one.episode.reward if one.episode else msgspec.UNSET for one in rollouts]
-            if msgspec.UNSET not in given:  # by the rollout program
-                values, name, default_key = given, "program", ""
-            elif self._siblings is None:
-                scorer = self._scorers.named(task.rm_type)
-                values = [await scorer.score(samples[0], timeout_s)]
-                name, default_key = scorer.name, scorer.default_key
-                answer = answer_of(scorer, samples[0]) if task.eval_name else answer
-            else:
-                name, default_key = self._scorers.of_groups.name, self._scorers.of_groups.default_key
-                values = await self._scorers.score_group(samples, timeout_s)
-            rewards = [settle(value, key or default_key, name) for value in values]
-            if self._teacher is not None and not task.eval_name:
-                taught = [await self._teacher.logprobs(rollout, timeout_s) for rollout in rollouts]
-        except (Transient, Poison) as error:
-            self._context.count("scorer_failures")
-            self._failing.failed(task.group_id, f"{type(error).__name__}: {error}", task.sample_id)
-            if self._failing.for_all:
-                raise NotItsFault(str(error)) from error
-            attempts = self._consumer.attempt(entry) if self._siblings is None else self._siblings.failed(task.group_id)
-            if isinstance(error, Poison) or attempts <= self._spec.max_retries:
-                raise
-            raise Poison(f"attempt {attempts} was the last: {error}") from error
-        self._failing.worked()
+        if task.given_tokens is not msgspec.UNSET:  # supervised: nothing is to be judged
+            return [Reward(0.0)] * len(rollouts), "data", taught, answer
+        given = [one.episode.reward if one.episode else msgspec.UNSET for one in rollouts]
+        if msgspec.UNSET not in given:  # by the rollout program
+            values, name, default_key = given, "program", ""
+        elif self._siblings is None:
+            scorer = self._scorers.named(task.rm_type)
+            values = [await scorer.score(samples[0], timeout_s)]
+            name, default_key = scorer.name, scorer.default_key
+            answer = answer_of(scorer, samples[0]) if task.eval_name else answer
+        else:
+            name, default_key = self._scorers.of_groups.name, self._scorers.of_groups.default_key
+            values = await self._scorers.score_group(samples, timeout_s)
+        rewards = [settle(value, key or default_key, name) for value in values]
+        if self._teacher is not None and not task.eval_name:
+            taught = [await self._teacher.logprobs(rollout, timeout_s) for rollout in rollouts]
         return rewards, name, taught, answer
+
+    async def _harmless(self, rollouts: Sequence[RolloutDone], samples: Sequence[Sample], timeout_s: float) -> None:
+        """What has failed, with harmless answers of one token."""
+        plain = [self._scorers.harmless(one, rollouts[0].task.rm_type) for one in samples]
+        await self._judged([_short(one) for one in rollouts], plain, timeout_s)
 
 
 def dead(entry: Entry, lost: RolloutLost) -> Commit:
     """What follows a dead rollout."""
     return Commit(append=(_onward(entry, lost),))
+
+
+def _short(rollout: RolloutDone) -> RolloutDone:
+    """The same with the first token of its response alone."""
+    tokens = pack_ints(unpack_ints(rollout.response.tokens)[:1])
+    return msgspec.structs.replace(rollout, response=msgspec.structs.replace(rollout.response, tokens=tokens))
 
 
 def _zero(message: RolloutDone | RolloutLost) -> Scored | RolloutLost:
@@ -242,7 +270,7 @@ def _onward(entry: Entry, message: Scored | RolloutLost) -> Out:
 async def run(context: Context, spec: RewardSpec) -> None:
     """The reward's process."""
     tell_args({**context.knobs.values, **spec.hook_values})
-    scorers = scorers_of(spec, context.count)
+    scorers = scorers_of(spec, context.count, context.refusals.add)
     if scorers.lacks_second_look:
         text = "math-verify is not installed: our own reading of an answer decides alone (pip install 'miles-async[math]')"
         await context.event(EventKind.MATH_RULE, text)

@@ -12,11 +12,13 @@ import json
 import re
 from typing import Any, NoReturn, Self
 
+from actors.reward.blame import Told, untold
 from actors.reward.sample import BadLabel, Sample, ScorerFailed, Value
 from actors.runtime.sandbox import Sandbox, SandboxUnavailable
 
 NAME = "unit_tests"
 TEST_S = 6.0  # of one test
+HARMLESS = "pass"
 MOST_TESTS = 64
 ROUNDING, ROUNDING_SHARE = 1e-6, 1e-9  # by which numbers with a decimal point may differ; the second: of the number
 _NUMBER = re.compile(r"[+-]?[0-9]{1,300}(?:\.[0-9]{0,300})?(?:[eE][+-]?[0-9]{1,2})?")
@@ -26,13 +28,15 @@ Test = tuple[str, str | None]
 
 
 class CodeScorer:
-    """Use as `async with`. The sandbox starts with the first sample."""
+    """Use as `async with`. The sandbox starts with the first sample. `told`: of programs that failed by their time, or by what they
+    did to the sandbox."""
 
     name = NAME
     default_key = "score"
 
-    def __init__(self, *, weak: bool = False) -> None:
+    def __init__(self, *, weak: bool = False, told: Told = untold) -> None:
         self._sandbox = Sandbox(weak=weak)
+        self._told = told
 
     async def __aenter__(self) -> Self:
         return self
@@ -41,7 +45,8 @@ class CodeScorer:
         await self._sandbox.__aexit__(*exc)
 
     async def score(self, sample: Sample, deadline_s: float) -> Value:
-        """{"score": 1 when all tests passed, "passed": share before the first that did not}. Raises BadLabel, ScorerFailed."""
+        """{"score": 1 when all tests passed, "passed": share before the first that did not}. Time that a program uses up, and a
+        sandbox that it ends, are its failure. Raises BadLabel; ScorerFailed where no program could be tested."""
         tests = cases_of(sample)
         code = program_of(sample.response)
         spent_s = 0.0  # by the program: to wait for a place in the sandbox, behind others' loops, costs it nothing
@@ -58,9 +63,14 @@ class CodeScorer:
                 raise ScorerFailed(f"{sample.sample_id} was not tested: {error}") from error
             spent_s += ran.seconds
             if left < TEST_S and ran.cause == "deadline":
-                raise ScorerFailed(f"{len(tests)} tests of {sample.sample_id} take longer than {deadline_s:g} s; raise "
-                                   "--reward-timeout-s.")  # fmt: skip
-            if ran.cause == "lost":  # ended from outside, as when memory is short: this says nothing about the program
+                await self._told(
+                    f"{NAME}/out_of_time",
+                    f"{sample.sample_id} used up --reward-timeout-s ({deadline_s:g} s) in {passed + 1} of {len(tests)} tests and "
+                    "has failed; if right programs need longer, raise it.",
+                )
+            if ran.cause == "killed":
+                await self._told(f"{NAME}/killed_sandbox", f"{sample.sample_id} has failed: {ran.stderr}")
+            if ran.cause == "lost":  # so does harmless code, as when memory is short: this says nothing about the program
                 raise ScorerFailed(f"{sample.sample_id} was not tested: {ran.stderr}")
             if ran.cause == "unasked":
                 raise BadLabel(f"the tests of {sample.sample_id} cannot be used: {ran.stderr.strip()}")

@@ -21,6 +21,7 @@ from actors.reward.mathread import (
     agree,
     as_numbers,
     based,
+    code_of,
     equal,
     has_letters,
     is_asked,
@@ -32,10 +33,12 @@ from actors.reward.mathread import (
 )
 from actors.reward.mathtext import (
     MAX_ANSWER_CHARS,
+    asks_for,
     fold,
     normalize,
     plain_characters,
     same_unit,
+    scale_of,
     split_unit,
     strip_modulus,
     words_of,
@@ -120,7 +123,10 @@ def _judge(given: str, wanted: str, question: str, depth: int) -> Verdict:
         return True
     if depth > 4:
         return False
-    for judged in (_chains(given, wanted, question, depth), _choices(given, wanted, question, depth), _bases(given, wanted)):
+    for judged in (
+        *(_codes(given, wanted), _chains(given, wanted, question, depth)),
+        *(_choices(given, wanted, question, depth), _bases(given, wanted)),
+    ):
         if judged != "other":
             return judged
     found = _compare(given, wanted, question, depth)
@@ -138,10 +144,13 @@ def _without_units(given: str, wanted: str, question: str, depth: int, found: Ve
     if unit and other and not same_unit(unit, other):
         return False
     judged = _judge(mine, theirs, question, depth + 1)
-    if judged is not True and ("%" in unit) != ("%" in other):  # 25% is 0.25, too
-        left, right = read(mine).tree, read(theirs).tree
-        return bool(left and right and is_literal(left) and is_literal(right) and equal(*as_numbers(given, wanted))) or judged
-    return judged
+    scale, asked = scale_of(unit), scale_of(other)
+    if scale == asked:
+        return judged
+    if judged and scale and not asks_for(scale[0], question):
+        judged = False  # 25% is no 25 where nobody asked for percent; a label may leave it to the answer to say so
+    left, right = read(mine).tree, read(theirs).tree
+    return bool(left and right and is_literal(left) and is_literal(right) and equal(*as_numbers(given, wanted))) or judged
 
 
 # -- equations, choices, bases ------------------------------------------------------------------------------------------
@@ -224,6 +233,12 @@ def _choices(given: str, wanted: str, question: str, depth: int) -> Verdict | Ot
     if mine and theirs:
         return mine == theirs and (not said or not asked or _judge(said, asked, question, depth + 1) is not False)
     return _judge(said, asked, question, depth + 1) if said and asked else False
+
+
+def _codes(given: str, wanted: str) -> Verdict | Other:
+    """A date is no difference and no quotient: it is equal to the same numbers in this order, however they are parted."""
+    mine, theirs = code_of(given), code_of(wanted)
+    return "other" if mine is None and theirs is None else mine == theirs
 
 
 def _bases(given: str, wanted: str) -> Verdict | Other:

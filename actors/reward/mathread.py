@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from actors.reward.mathexpr import KNOWN_COMMANDS, Node, NoExpression, TooLarge, Unknown, is_constant, nodes, parse
 from actors.reward.mathnumber import Value
-from actors.reward.mathtext import fold, is_text, split_unit, words_of
+from actors.reward.mathtext import fold, is_text, scale_of, split_unit, words_of
 from actors.reward.mathvalue import BELOW_ZERO, POINTS, evaluate, same
 
 _NAME = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\w|\{[^{}]*\}))?'*(?:\([^()=]*\))?")
@@ -18,6 +18,9 @@ _POINT = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
 _UNDER_A_NAME = re.compile(r"_\{[^{}]*\}|_\w|\^\{[^{}]*\}|\^\w|\([^()]*\)")
 _BASED = re.compile(r"([0-9A-Z.]+)\s*(?:_\s*\{?\s*\(?([0-9A-Za-z]+)\)?\s*\}?|\(?\s*base\s*([0-9A-Za-z]+)\s*\)?)")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "twelve": "12"}
+_CODE = re.compile(r"\d{1,9}([-/])\d{1,9}(?:\1\d{1,9}){0,6}")
+_DATE = re.compile(r"\d{4}[-/]\d{1,2}[-/]\d{1,2}|\d{1,2}[-/]\d{1,2}[-/]\d{4}")
+PHONE_DIGITS = 10  # in four or more groups
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
@@ -89,8 +92,20 @@ def agree(left: str, right: str) -> bool:
 
 
 def as_numbers(*texts: str) -> list[str]:
-    """The texts without units, a percentage as the hundredth that it is."""
-    return [f"({bare})/100" if "%" in unit else bare for bare, unit in (split_unit(text) for text in texts)]
+    """The texts without units, those that are factors multiplied: a percentage is the hundredth that it is."""
+    split = [(bare, scale_of(unit)) for bare, unit in map(split_unit, texts)]
+    return [f"({bare})*{found[1].numerator}/{found[1].denominator}" if found else bare for bare, found in split]
+
+
+def code_of(text: str) -> tuple[int, ...] | None:
+    """The numbers of a date, a telephone number and the like, whose signs say neither minus nor over; None of anything else."""
+    text = words_of(text)
+    if _CODE.fullmatch(text) is None:
+        return None
+    groups = re.split("[-/]", text)
+    padded = any(len(group) > 1 and group[0] == "0" for group in groups)
+    long = len(groups) > 3 and sum(map(len, groups)) >= PHONE_DIGITS
+    return tuple(map(int, groups)) if padded or long or _DATE.fullmatch(text) else None
 
 
 def is_rounded(exact: str, rounded: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from fractions import Fraction
 
 from actors.reward.mathexpr import FUNCTIONS
 
@@ -19,7 +20,7 @@ _UNICODE = {
     "−": "-", "–": "-", "—": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "º": "°", "∘": "°", "⁄": "/", "’": "'", "′": "'",
     "≤": "<=", "⩽": "<=", "≥": ">=", "⩾": ">=", "∅": "\\{\\}", "π": "\\pi ", "∞": "\\infty ", "±": "\\pm ", "∪": "\\cup ",
     "∈": "\\in ", "≈": "\\approx ", "≠": "\\neq ", "ℝ": "\\mathbb{R}", "√": "\\sqrt ", "θ": "\\theta ", "α": "\\alpha ",
-    "β": "\\beta ", "λ": "\\lambda ", "…": "...", "\u200b": "", "\ufeff": "",
+    "β": "\\beta ", "λ": "\\lambda ", "…": "...", "‰": " permille ", "\u200b": "", "\ufeff": "",
     **dict.fromkeys("€£¥₹₽₩", "$"),
     **dict.fromkeys(map(chr, range(0xE000, 0xE005)), " "),
 }
@@ -123,6 +124,9 @@ _UNIT_START = re.compile(
     rf"\\Omega|\\mu(?= ?{TEXT})|\\frac(?= ?\{{ ?{TEXT})|{TEXT}|(?<![A-Za-z\\])[A-Za-z]+|\((?=[A-Za-z]{{3}})|°|%"
 )
 _UNIT_TRIES = 24  # places tried where a unit may begin
+_PERCENT = frozenset(("percent", "percentage", "pct", "pc"))
+_FACTORS = {"dozen": Fraction(12), "ppm": Fraction(1, 10**6), "permille": Fraction(1, 1000), "basis point": Fraction(1, 10**4)}
+"""Units that are factors, and which ones."""
 _NUMERAL = re.compile(r"\d|\\pi|\\sqrt|\\frac")
 _SPELLED = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen"),
@@ -277,6 +281,21 @@ def same_unit(left: str, right: str) -> bool:
             word = word[0] + "m"
         names.append(_ABBREVIATIONS.get(word) or _ABBREVIATIONS.get(word.removesuffix("s")) or word.removesuffix("s"))
     return names[0] == names[1] or not (names[0] in _NAMED_UNITS and names[1] in _NAMED_UNITS)
+
+
+def scale_of(unit: str) -> tuple[str, Fraction] | None:
+    """What a unit that is a factor calls itself, and the factor: percent, a dozen. None of any other."""
+    word = words_of(unit).strip(" .()").casefold()
+    if "%" in word or (word.partition(" ")[0].rstrip(".") in _PERCENT) or word.startswith("per cent"):
+        return "percent", Fraction(1, 100)
+    found = next((name for name in _FACTORS if re.match(rf"{name}s?(?![a-z])", word)), None)
+    return (found, _FACTORS[found]) if found else None
+
+
+def asks_for(scale: str, question: str) -> bool:
+    """Whether a question speaks of percent, of dozens: then `25\\%` is a way to say the 25 that it asks for."""
+    asked = question.casefold()
+    return scale in asked or (scale == "percent" and any(word in asked for word in ("%", "per cent", "pct")))
 
 
 def strip_modulus(text: str) -> str:

@@ -18,6 +18,11 @@ from actors.runtime.leftovers import end_orphans
 from actors.runtime.run import Refused
 from bus.errors import InvariantBroken
 
+
+class NoVerifier(ScorerFailed):
+    """There was no process to score the sample in."""
+
+
 CONCURRENT_PER_PROCESS = 32  # questions at once to an async hook; a sync hook gets one
 BOOTS_BEFORE_STOP = 3
 
@@ -115,7 +120,7 @@ class VerifierPool:
             try:
                 return await self._ask(own, sample, deadline_s)
             except Bystander as error:
-                raise ScorerFailed(
+                raise NoVerifier(
                     f"{self._path}: the process that {sample.sample_id} had for itself is gone"
                 ) from error
             finally:
@@ -148,6 +153,6 @@ class VerifierPool:
                     f"{text}, {self._failed_boots} times in a row. Mend that function: samples stay pending, the same command "
                     "resumes."
                 ) from error
-            raise ScorerFailed(text) from error
+            raise NoVerifier(text) from error
         self._failed_boots = 0
         return process

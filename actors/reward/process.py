@@ -20,7 +20,7 @@ from actors.reward.wire import MAX_FRAME_BYTES, Cancel, Ready, ScoreAnswer, Scor
 from actors.runtime.child import PYTHON
 from actors.runtime.confine import Profile, encoded, kept, without_ours
 from actors.runtime.leftovers import MARK, end_below, end_marked, new_mark
-from actors.runtime.loopwatch_child import SHOW
+from actors.runtime.loopwatch_acts import SHOW
 from bus.errors import UNREADABLE, DeadlineExceeded, InvariantBroken
 
 CANCEL_GRACE_S, SHOWN_S = 1.0, 0.2

@@ -14,9 +14,10 @@ from typing import Protocol, Self
 import msgspec
 
 from actors.reward import code, gym, second_look
+from actors.reward.blame import Told, harmless, untold
 from actors.reward.judge import JudgeScorer
 from actors.reward.mathanswer import last_boxed, reference_answer
-from actors.reward.pool import VerifierPool
+from actors.reward.pool import NoVerifier, VerifierPool
 from actors.reward.remote import RemoteScorer
 from actors.reward.rules import BOXED_RULES, DEFAULT_KEYS, MATH_RULES, RULES, MathRule, Rule
 from actors.reward.sample import Sample, SampleGroup, ScorerFailed, Value
@@ -33,6 +34,7 @@ MATH, FINAL = "math", "math_final"
 ANSWER_CHARS = 64
 VERIFIER_BYTES = 4 << 30  # address space of a confined verifier; sympy takes about 0.5 GiB of it
 SECOND_LOOK_S = 5.0  # of math-verify at one answer; 24 ms are usual
+GYM_S = 10.0  # of a verifier of reasoning-gym at one answer; milliseconds are usual
 
 
 class Scorer(Protocol):
@@ -91,11 +93,41 @@ class MathScorer(RuleScorer):
         asked = Sample(sample_id=sample.sample_id, prompt="", response=given, label=wanted)
         try:
             right = await self._pool.score(asked, min(deadline_s, SECOND_LOOK_S)) == 1.0
+        except NoVerifier:  # says nothing about the answer
+            raise
         except (ScorerFailed, DeadlineExceeded):  # what it chokes on is not shown to be right
             self._count("second_look/failed")
             return self._math.value(False)
         self._count(f"second_look/{'right' if right else 'wrong'}")
         return self._math.value(right)
+
+
+class GymScorer:
+    """The verifiers of reasoning-gym, some of which evaluate what they are given: an answer that one fails at twice, and at no
+    harmless one in between, earns nothing."""
+
+    name = GYM
+    default_key = ""
+
+    def __init__(self, pool: VerifierPool, told: Told) -> None:
+        self._pool = pool
+        self._told = told
+
+    async def score(self, sample: Sample, deadline_s: float) -> Value:
+        failure: ScorerFailed | DeadlineExceeded | None = None
+        for _ in range(2):
+            try:
+                return await self._pool.score(sample, min(deadline_s, GYM_S))
+            except NoVerifier:
+                raise
+            except (ScorerFailed, DeadlineExceeded) as error:
+                failure = error
+            try:
+                await self._pool.score(harmless(sample), deadline_s)
+            except (ScorerFailed, DeadlineExceeded):
+                raise failure from None
+        await self._told(f"{GYM}/answer", f"an answer earns nothing, for a harmless one is scored: {failure}")
+        return 0.0
 
 
 class BoxedScorer:
@@ -135,6 +167,7 @@ class Scorers:
         n_workers: int = 1,
         boot_deadline_s: float = 60.0,
         count: Callable[[str], None] = lambda name: None,
+        told: Told = untold,
         custom_rm_sandbox: bool = False,
         sandbox_reads: Sequence[str] = (),
         pass_env: Sequence[str] = (),
@@ -147,16 +180,16 @@ class Scorers:
         self._custom = pool(custom_rm_path, profile=own, pass_env=pass_env) if custom_rm_path else None
         self._remote = RemoteScorer(rm_url, batch=rm_batch_size) if rm_url else None
         self._judge = judge
-        self._code = code.CodeScorer(weak=allow_weak_sandbox)
+        self._code = code.CodeScorer(weak=allow_weak_sandbox, told=told)
         # Its library does not belong into this process, and evaluates some answers as Python.
         self._gym = pool(gym.HOOK, name=GYM, eager=False, profile=limits)
         self._stack = AsyncExitStack()
         self._second_look: VerifierPool | None = None
         if self._custom is None and second_look.installed():
             eager = rm_type.removeprefix(BOXED) in MATH_RULES
-            told = "math-verify (the extra `math`)"
+            setting = "math-verify (the extra `math`)"
             # It only reads answers: where the kernel cannot hold it, it goes on all the same.
-            self._second_look = pool(second_look.HOOK, setting=told, eager=eager, profile=limits._replace(weak=True))
+            self._second_look = pool(second_look.HOOK, setting=setting, eager=eager, profile=limits._replace(weak=True))
 
         def scorer(name: str, rule: Rule) -> Scorer:
             return MathScorer(name, rule, self._second_look, count) if isinstance(rule, MathRule) else RuleScorer(name, rule)
@@ -165,7 +198,7 @@ class Scorers:
         self._table |= {BOXED + name: BoxedScorer(scorer(name, rule)) for name, rule in BOXED_RULES.items()}
         if math_rule != FINAL:
             self._table |= {prefix + MATH: self._table[prefix + math_rule] for prefix in ("", BOXED)}
-        others: list[Scorer] = [self._code, self._gym]
+        others: list[Scorer] = [self._code, GymScorer(self._gym, told)]
         others += [one for one in (self._remote, self._judge) if one is not None]
         self._table |= {one.name: one for one in others} | {BOXED + one.name: BoxedScorer(one) for one in others}
 
@@ -216,6 +249,16 @@ class Scorers:
             text = f"scorer {self.of_groups.name} gave {len(values)} values for {len(samples)} samples of a group"
             raise ScorerFailed(f"{text}; return a list with one for each.")
         return values
+
+    def harmless(self, sample: Sample, rm_type: str) -> Sample:
+        """The same with an answer that asks nothing special of the scorer that `rm_type` names."""
+        name = "" if self._custom is not None else (rm_type or self._default).strip()
+        if name.removeprefix(BOXED) == code.NAME:  # an empty program would be scored without the sandbox
+            sample = harmless(sample, f"```\n{code.HARMLESS}\n```")
+        else:
+            sample = harmless(sample)
+        boxed = f"\\boxed{{{sample.response}}}" if name.startswith(BOXED) else sample.response
+        return msgspec.structs.replace(sample, response=boxed)
 
     def named(self, rm_type: str) -> Scorer:
         """The scorer of a sample that asks for `rm_type` (empty = the default). Raises UnknownScorer."""

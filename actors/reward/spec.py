@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from actors.reward.blame import Told, untold
 from actors.reward.judge import JudgeScorer
 from actors.reward.scorer import Scorers
 from actors.runtime.run import Refused
@@ -56,11 +57,11 @@ def text_by(tokenizer_dir: str, *, skip_special_tokens: bool) -> Callable[[Packe
     return lambda tokens: str(tokenizer.decode(unpack_ints(tokens), skip_special_tokens=skip_special_tokens))
 
 
-def scorers_of(spec: RewardSpec, count: Callable[[str], None]) -> Scorers:
+def scorers_of(spec: RewardSpec, count: Callable[[str], None], told: Told = untold) -> Scorers:
     """What these settings score with, not entered yet."""
     judge = JudgeScorer(spec.judge_url, model=spec.judge_model, template_path=spec.judge_template_path) if spec.judge_url else None
     alike = (
         *("rm_type", "math_rule", "custom_rm_path", "rm_url", "rm_batch_size", "n_workers", "boot_deadline_s"),
         *("custom_rm_sandbox", "sandbox_reads", "pass_env", "allow_weak_sandbox"),
     )
-    return Scorers(judge=judge, count=count, **{name: getattr(spec, name) for name in alike})
+    return Scorers(judge=judge, count=count, told=told, **{name: getattr(spec, name) for name in alike})

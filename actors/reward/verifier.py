@@ -25,7 +25,7 @@ from actors.runtime.child import adopt_orphans, die_with_parent
 from actors.runtime.confine import confine_calls, confine_files, decoded, with_imports
 from actors.runtime.contained import contained, named
 from actors.runtime.hooks import awaited, load_hook, own_pipes, read_frame
-from actors.runtime.loopwatch_child import SHOW
+from actors.runtime.loopwatch_acts import SHOW
 from actors.runtime.miles import reward_of
 from actors.runtime.priority import lower_to
 from bus.errors import printable

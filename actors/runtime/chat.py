@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from actors.runtime.template import AnswerEnding, BadChat, Message, Shape, Template, same, shown
+from actors.runtime.template import AnswerEnding, BadChat, Message, Shape, Template, as_text, same, shown
 
 __all__ = ["BadChat", "Chat", "Message", "NotAppendOnly", "Piece"]
 
@@ -87,7 +87,7 @@ class Chat:
         except Exception as error:  # a template raises what it likes
             says = " ".join(str(error).split())
             raise BadChat(f"the chat template cannot take the messages: {type(error).__name__}: {says}") from error
-        return str(rendered)
+        return as_text(str(rendered))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, opened: bool = True) -> list[int]:
         """The same as token ids, int. Raises BadChat."""

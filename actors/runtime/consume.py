@@ -25,7 +25,7 @@ from actors.runtime.context import Context
 from actors.runtime.deadline import followed, within
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.loopwatch import reads, working
-from actors.runtime.loopwatch_child import Work
+from actors.runtime.loopwatch_acts import Work
 from actors.runtime.refusals import RunEnds
 from actors.runtime.retry import decide
 from bus import Commit, Entry, Out, Reader, Stream
@@ -383,6 +383,11 @@ async def keep_leases(
         if lost:
             context.count("leases_lost", len(lost))
             await context.event(EventKind.LEASES_LOST, f"{len(lost)} entries were claimed by a peer")
+        if step_s := await reader.clock_step(lease_s):
+            way = "forth" if step_s > 0 else "back"
+            text = f"Redis' clock was set {way} by {abs(step_s):.3g} s: all leases of {reader.readers} begin anew"
+            await context.event(EventKind.CLOCK_SET, text)
+            continue
         most = 0 if context.draining.is_set() else free()
         claimed = await reader.claim(lease_s, most) if most > 0 else []
         if claimed:

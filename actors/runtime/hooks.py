@@ -21,8 +21,16 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 def load_hook(path: str) -> Any:
-    """The function named by `path`; Refused names what is missing. Its bytecode is not kept: Python would take it for a file that
-    was changed in the same second without growing."""
+    """The function named by `path`; Refused names what is missing."""
+    hook = load_named(path)
+    if not callable(hook):
+        raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
+    return hook
+
+
+def load_named(path: str) -> Any:
+    """What `path` names. Its bytecode is not kept: Python would take it for a file that was changed in the same second without
+    growing. Raises Refused."""
     kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         if os.getcwd() not in sys.path:
@@ -31,18 +39,15 @@ def load_hook(path: str) -> Any:
             file, _, name = path.rpartition(":")
             module = _module_of(file)
         else:
-            module_name, _, name = path.rpartition(".")
+            module_name, _, name = path.replace(":", ".").rpartition(".")
             module = importlib.import_module(module_name)
-        hook = getattr(module, name)
+        return getattr(module, name)
     except (ImportError, AttributeError, ValueError, OSError, SystemExit) as error:
         raise Refused(
             f"hook {path!r} not loaded: {_why(error)}. Give package.module.function or file.py:function."
         ) from error
     finally:
         sys.dont_write_bytecode = kept
-    if not callable(hook):
-        raise Refused(f"hook {path!r} is a {type(hook).__name__}, not a function.")
-    return hook
 
 
 def _module_of(file: str) -> ModuleType:

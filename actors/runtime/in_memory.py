@@ -69,8 +69,8 @@ def let_go(folder: Path) -> None:
 
 
 def delete_unused(folder: Path) -> None:
-    """With all that is in it, unless a process uses it. One without a lock was made only to be named, or by an earlier version of
-    the code: it goes if it is empty."""
+    """With all that is in it, unless a process uses it. One without a lock was made only to be named: it goes if
+    it is empty."""
     with suppress(OSError):
         try:
             file = (folder / USERS).open("r+")
@@ -87,6 +87,4 @@ def sweep_left(ours: Collection[Path]) -> None:
     for home in set(SHARED.glob(NAME.format(os.getuid(), "*"))) - set(ours):
         with suppress(OSError):  # its last user takes it away
             if is_private(home) and time.time() - home.stat().st_mtime > LEFT_S:
-                with suppress(OSError):
-                    (home / "weights").rmdir()  # of an earlier version of the code
                 delete_unused(home)

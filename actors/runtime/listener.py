@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 MOST = 32  # callers without a key; a worker of 256 open files has room for them
 GRACE_S = 2.0  # in which the headers of a caller that has a key are here
 WITHIN_S = 10.0  # from a connection to a key: a request's headers, and their way here
+AT_ONCE_BYTES = 2048  # of a caller without a key: 256 kB hold thousands of requests, and the loop while they are read
 _Ended = Callable[[], object]
 
 
@@ -92,14 +93,16 @@ class Listener:
             self._strangers.pop(stranger.transport, None)
 
 
-class _Stranger(asyncio.Protocol):
-    """A connection that has shown no key: hands all on to the server's own protocol, until it is admitted or late."""
+class _Stranger(asyncio.BufferedProtocol):
+    """A connection that has shown no key: hands all on to the server's own protocol, a little at a time, until it is admitted or
+    late."""
 
     def __init__(self, listener: Listener, server: asyncio.Protocol) -> None:
         self._listener, self._to = listener, server
         self._late: asyncio.TimerHandle | None = None
         self.transport: asyncio.Transport | None = None
         self.since = 0.0
+        self._buffer = bytearray(AT_ONCE_BYTES)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods alone
@@ -116,8 +119,11 @@ class _Stranger(asyncio.Protocol):
         assert self.transport is not None
         self.transport.abort()
 
-    def data_received(self, data: bytes) -> None:
-        self._to.data_received(data)
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._to.data_received(bytes(self._buffer[:nbytes]))
 
     def eof_received(self) -> bool | None:
         return self._to.eof_received()

@@ -19,7 +19,22 @@ def runner() -> asyncio.Runner:
         import uvloop
     except ImportError:
         return asyncio.Runner()
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+    def made() -> asyncio.AbstractEventLoop:
+        loop = uvloop.new_event_loop()
+        loop.set_exception_handler(_heard)
+        return loop
+
+    return asyncio.Runner(loop_factory=made)
+
+
+def _heard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What no task hears of. Not, as in asyncio's own loop, that the network closed a TLS connection, which who uses it is told:
+    uvloop's word for that is a RuntimeError, which came with a traceback for each connection."""
+    error = context.get("exception")
+    if isinstance(error, RuntimeError) and "the handler is closed" in str(error) and "SSL" in str(context.get("message")):
+        return
+    loop.default_exception_handler(context)
 
 
 def run_loop(body: Coroutine[Any, Any, T]) -> T:

@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -25,10 +26,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
-from actors.runtime.child import PYTHON
+from actors.runtime import loopwatch_child
 from actors.runtime.deadline import beside
 from actors.runtime.leftovers import MARK
-from actors.runtime.loopwatch_child import ROW_BYTES, ROWS, SHOW, Reads, Told, Work
+from actors.runtime.loopwatch_acts import ROW_BYTES, ROWS, SHOW, Reads, Told, Work
 
 if TYPE_CHECKING:
     from actors.runtime.context import ActorSpec
@@ -63,7 +64,7 @@ class _Watch:
         self._began = time.monotonic()
         former = self._process
         self._process = subprocess.Popen(
-            [*PYTHON, "actors.runtime.loopwatch_child"],
+            [sys.executable, "-S", "-P", loopwatch_child.__file__, *map(str, self._words())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(rows, stacks),
@@ -80,6 +81,9 @@ class _Watch:
         self._write(msgspec.json.encode(told))
         for line in self._said:
             self._write(line)
+
+    def _words(self) -> tuple[int, float, float, int]:
+        return os.getpid(), self._deadline_s, self._spec.bus.lease_s, self._stacks.fileno()
 
     def say(self, line: bytes) -> None:
         self._said.append(line)

@@ -1,82 +1,43 @@
-"""`python -m actors.runtime.loopwatch_child`: watches over the event loop of the process that started it, from outside.
+"""`loopwatch_child.py PID DEADLINE_S LEASE_S STACKS`: watches over the event loop of the process that started it, from outside.
 
-Hears on stdin, a line each: first what it watches, then an empty line whenever the loop turns, what the process reads, and `bye`. A
-loop that stands is named in the process's log; its leases are kept meanwhile, so that what it works on walks to nobody else; at its
-deadline the process is killed, and what it held goes on elsewhere, but for the death that is counted against what it was at.
+Hears on stdin, a line each: first what it watches, then an empty line whenever the loop turns, what the process reads, and `bye`.
+What is done about a loop that stands is in loopwatch_acts.py.
 
 Always true: time counts only while the process could have run. One that is stopped, traced or suspended with its host stands still
 through no fault of its own, and one that waits for a core is given what it gets.
+
+It is run by its path and without site packages, and imports nothing but what the interpreter is made of: every actor has one, and
+most never see their loop stand (a tenth of the time and half of the memory of a process that loads msgspec and asyncio).
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import re
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
 
-import msgspec
-
-SHOW = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""A process of ours that is sent this writes the Python stack of each thread, whatever it is in, and goes on."""
-ROWS, ROW_BYTES = 65, 512  # of the memory that is shared: one row per thread, the loop's is the first
-TELL_S = 5.0  # of standing still, then it is said
-LOAD_S = 600.0  # for a library that is being loaded: from a network it takes minutes, and Python waits for it in C
-SHOWN_S, GONE_S, SETTLE_S = 3.0, 30.0, 20.0  # for the stacks to be written; the process to end; the bus to be told
-PLACES = 3  # innermost lines that are named
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'^  File "([^"]*)", line (\d+)')
-FATAL = "Fatal Python error: "
+TYPE_CHECKING = False  # `typing` takes as long to load as all the rest
+if TYPE_CHECKING:
+    from actors.runtime.loopwatch_acts import Watch
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What a watch is told first. `thread`: the loop's, as Python's stacks name it; `rows`, `stacks`: files that it inherited;
-    `bus`: how to reach it."""
-
-    name: str
-    pid: int
-    thread: int
-    deadline_s: float
-    bus: dict[str, Any]
-    rows: int
-    stacks: int
-
-
-class Reads(msgspec.Struct, frozen=True):
-    """What the process holds entries of, and as whom."""
-
-    streams: list[str]
-    readers: str
-    me: str
-
-
-class Work(msgspec.Struct, frozen=True):
-    """An entry that is worked on. `name`: of its sample, else its stream and id: it stays when the entry moves on."""
-
-    stream: str
-    id: str
-    name: str
-
-
-class Row(msgspec.Struct, frozen=True):
-    """For whom a thread runs, by the kernel's id of the thread."""
-
-    thread: int
-    work: Work
-
-
-class Look(NamedTuple):
+class Look:
     """The loop's thread: its state as proc(5) has it, and seconds of processor so far."""
 
-    state: str
-    cpu_s: float
+    def __init__(self, state: str, cpu_s: float) -> None:
+        self.state, self.cpu_s = state, cpu_s
+
+
+def look_at(pid: int) -> Look:
+    """Now; where the kernel does not tell, all time counts."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return Look(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, IndexError, ValueError):
+        return Look("S", 0.0)
 
 
 def counted(before: Look, now: Look, step_s: float) -> float:
@@ -88,49 +49,19 @@ def counted(before: Look, now: Look, step_s: float) -> float:
     return step_s
 
 
-def places(stacks: str, thread: int) -> str:
-    """The innermost lines of a thread in stacks that Python wrote, as `file:line < file:line` (pure)."""
-    found: list[str] = []
-    ours = False
-    for line in stacks.splitlines():
-        if head := _THREAD.match(line):
-            ours = int(head[1], 16) == thread
-        elif ours and (frame := _FRAME.match(line)) and len(found) < PLACES:
-            found.append(f"{os.path.basename(frame[1])}:{frame[2]}")
-    return " < ".join(found) or "a place that Python cannot tell"
+class Ear:
+    """Counts for how long the loop of `pid` stands still. `stacks`: the file in which that process leaves its stacks."""
 
-
-def loads(stacks: str) -> bool:
-    """Whether a thread loads a library (pure): the loader is among its innermost lines."""
-    blocks = re.split(r"^(?=(?:Current thread|Thread) 0x)", stacks, flags=re.MULTILINE)
-    return any("<frozen importlib._bootstrap" in frame for block in blocks for frame in block.splitlines()[1:4])
-
-
-def blamed(rows: Sequence[Row | None], burnt: dict[int, float], stood_s: float) -> Work | None:
-    """Whose code holds the loop up (pure): that of the thread that computed for most of the time, else what the loop itself is in.
-    None: nobody's that is known. `burnt`: seconds of processor since the loop stands, by thread."""
-    busiest = max(burnt, key=lambda thread: burnt[thread], default=0)
-    if burnt.get(busiest, 0.0) >= stood_s / 2:
-        return next((row.work for row in rows if row is not None and row.thread == busiest), None)
-    return rows[0].work if rows and rows[0] is not None else None
-
-
-class Watch:
-    """One process's."""
-
-    def __init__(self, told: Told) -> None:
-        self._told = told
-        self._step_s = max(0.05, min(1.0, told.deadline_s / 20))
-        self._reads: dict[tuple[str, str], Reads] = {}
+    def __init__(self, pid: int, deadline_s: float, lease_s: float, stacks: int) -> None:
+        self._pid, self._stacks = pid, stacks
+        self._step_s = max(0.05, min(1.0, deadline_s / 20))
+        self._acts_s = min(lease_s / 5, deadline_s / 4)  # by the clock on the wall, as leases are; then they are to be kept
+        self._said: list[bytes] = []  # by the process; the first line is what is watched
         self._buffer = b""
-        self._before = self._look()
-        self._burnt_before: dict[int, float] = {}
-        self._stood_s = 0.0
-        self._is_told = False
-        self._renewed_s = 0.0  # of standing, at the last renewal
-        self._allowed_s = told.deadline_s
-
-    # -- looking ------------------------------------------------------------------------------------------------
+        self._before = look_at(pid)
+        self._stood_s, self._turned_at, self._looked_at = 0.0, time.monotonic(), time.monotonic()
+        self._most_s = max(self._step_s, deadline_s / 4)  # that one look counts for: we may have been stopped ourselves
+        self._watch: Watch | None = None
 
     def run(self) -> None:
         """Until the process ends, or needs no watch any more."""
@@ -144,10 +75,9 @@ class Watch:
                     return None
                 self._turned()
                 continue
-            if os.getppid() != self._told.pid:  # what it started holds the pipe open
+            if os.getppid() != self._pid:  # what it started holds the pipe open
                 return self._ended()
-            self._stands()
-            if self._stood_s >= self._allowed_s and self._ends():
+            if self._stands():
                 return None
 
     def _hear(self, data: bytes) -> bool:
@@ -156,188 +86,54 @@ class Watch:
             if line == b"bye":
                 return True
             if line:
-                heard = msgspec.json.decode(line, type=Reads)
-                self._reads[heard.readers, heard.me] = heard
+                self._said.append(line)
+                if self._watch is not None:
+                    self._watch.hears(line)
         return False
 
     def _turned(self) -> None:
-        if self._is_told:
-            self._say("WARNING", f"the event loop goes on after {self._stood_s:.3g} s")
-        self._before = self._look()
-        self._stood_s, self._is_told, self._renewed_s = 0.0, False, 0.0
-        self._allowed_s = self._told.deadline_s
+        if self._watch is not None:
+            self._watch.turned()
+        self._before, self._stood_s = look_at(self._pid), 0.0
+        self._turned_at = self._looked_at = time.monotonic()
 
-    def _stands(self) -> None:
-        now = self._look()
-        before_s = self._stood_s
-        if not before_s:
-            self._burnt_before = self._cpu()
-        self._stood_s += counted(self._before, now, self._step_s)
-        self._before = now
-        if self._stood_s == before_s:
-            return
-        lease_s = float(self._told.bus.get("lease_s", 6.0))
-        if self._stood_s - self._renewed_s >= lease_s / 5:
-            self._renewed_s = self._stood_s
-            self._on_bus(self._keep, lease_s)
-        if not self._is_told and self._stood_s >= min(TELL_S, self._told.deadline_s / 2):
-            self._is_told = True
-            place = places(self._stacks(), self._told.thread)
-            hint = "what blocks in a rollout program belongs into session.tell"
-            self._say("WARNING", f"the event loop stands still for {self._stood_s:.3g} s at {place}: {hint}")
-
-    def _ends(self) -> bool:
-        """The deadline is over: the process is killed, unless it is seen to load a library."""
-        told, stacks = self._told, self._stacks()
-        if loads(stacks) and self._stood_s < LOAD_S:
-            self._allowed_s = self._stood_s + told.deadline_s
+    def _stands(self) -> bool:
+        now, at = look_at(self._pid), time.monotonic()
+        more_s = counted(self._before, now, min(at - self._looked_at, self._most_s))  # to act may have taken seconds
+        self._before, self._looked_at = now, at
+        self._stood_s += more_s
+        if more_s == 0.0 and now.state != "R":
             return False
-        if select.select([0], [], [], 0)[0]:  # it turned meanwhile
-            return False
-        work = self._blamed()
-        place = places(stacks, told.thread)
-        why = f"the event loop of {told.name} stood still for {self._stood_s:.3g} s at {place}"
-        sys.stderr.write(stacks if stacks.endswith("\n") else f"{stacks}\n")
-        about = f", with {work.name}" if work is not None else ""
-        self._say("ERROR", f"{why}{about}: this process is ended, what it held goes on elsewhere (--loop-deadline-s)")
-        with suppress(ProcessLookupError):
-            os.kill(told.pid, signal.SIGKILL)
-        return self._settle(work, why)
+        late = time.monotonic() - self._turned_at >= self._acts_s  # also while it waits for a core
+        return late and self._acting().stands(self._stood_s)
 
     def _ended(self) -> None:
-        """The process has ended without a word: by a crash of its own, if Python could still write what it was in."""
-        stacks = self._written()
-        if FATAL not in stacks:
-            return
-        sys.stderr.write(stacks)
-        what = stacks.partition(FATAL)[2].partition("\n")[0]
-        why = f"{self._told.name} crashed, {what}, at {places(stacks, self._told.thread)}"
-        self._say("ERROR", f"{why}: what it held goes on elsewhere")
-        self._settle(self._blamed(), why)
+        if self._said and os.fstat(self._stacks).st_size:  # else it left no word, so it was killed
+            self._acting().ended()
 
-    def _settle(self, work: Work | None, why: str) -> bool:
-        until = time.monotonic() + GONE_S
-        while os.getppid() == self._told.pid and time.monotonic() < until:
-            time.sleep(0.02)
-        if os.getppid() == self._told.pid:
-            self._say("ERROR", f"process {self._told.pid} does not die of SIGKILL; look at it with ps. What it holds stays its own")
-            return True
-        self._on_bus(lambda bus: self._let_go(bus, work, why), SETTLE_S)
-        return True
+    def _acting(self) -> Watch:
+        """Loaded when it is needed, with the site packages."""
+        if self._watch is None:
+            import site
 
-    # -- the process --------------------------------------------------------------------------------------------
+            site.main()
+            here = os.path.abspath(__file__)
+            sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(here))))  # where nothing else leads to us
+            from actors.runtime.loopwatch_acts import watch_of
 
-    def _look(self) -> Look:
-        pid = self._told.pid
-        try:
-            fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-            return Look(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
-        except (OSError, IndexError, ValueError):
-            return Look("S", 0.0)  # where the kernel does not tell, all time counts
-
-    def _cpu(self) -> dict[int, float]:
-        """Seconds of processor by thread."""
-        found: dict[int, float] = {}
-        with suppress(OSError):
-            for task in Path(f"/proc/{self._told.pid}/task").iterdir():
-                with suppress(OSError, IndexError, ValueError):
-                    fields = (task / "stat").read_text().rpartition(")")[2].split()
-                    found[int(task.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return found
-
-    def _stacks(self) -> str:
-        """What each thread is in now."""
-        stacks = self._told.stacks
-        os.ftruncate(stacks, 0)
-        os.lseek(stacks, 0, os.SEEK_SET)
-        try:
-            os.kill(self._told.pid, SHOW)
-        except ProcessLookupError:
-            return ""
-        until, before = time.monotonic() + SHOWN_S, ""
-        while time.monotonic() < until:
-            time.sleep(0.05)
-            if (written := self._written()) and written == before:
-                break
-            before = written
-        return before
-
-    def _written(self) -> str:
-        size = os.fstat(self._told.stacks).st_size
-        return os.pread(self._told.stacks, min(size, 1 << 20), 0).decode(errors="replace")
-
-    def _blamed(self) -> Work | None:
-        now = self._cpu()
-        burnt = {thread: cpu_s - self._burnt_before.get(thread, 0.0) for thread, cpu_s in now.items()}
-        return blamed([*self._rows()], burnt, max(self._stood_s, self._step_s))
-
-    def _rows(self) -> Iterator[Row | None]:
-        content = os.pread(self._told.rows, ROWS * ROW_BYTES, 0)
-        for at in range(0, len(content), ROW_BYTES):
-            text = content[at : at + ROW_BYTES].partition(b"\0")[0]
-            try:
-                yield msgspec.json.decode(text, type=Row) if text else None
-            except msgspec.MsgspecError:
-                yield None
-
-    def _say(self, level: str, text: str) -> None:
-        """As the process itself logs."""
-        now = time.time()
-        at = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now % 1 * 1000):03d}"
-        with suppress(OSError, ValueError):
-            sys.stderr.write(f"{at} {self._told.name} {level} {text}\n")
-            sys.stderr.flush()
-
-    # -- the bus ------------------------------------------------------------------------------------------------
-
-    def _on_bus(self, does: Callable[[Any], Coroutine[Any, Any, None]], within_s: float) -> None:
-        """Its client is loaded when it is needed: most watches never do."""
-        from bus import Bus, BusConfig
-        from bus.errors import MilesAsyncError
-
-        async def run() -> None:
-            config = msgspec.convert({**self._told.bus, "deadline_s": within_s}, BusConfig)
-            async with asyncio.timeout(within_s), Bus(config) as bus:
-                await does(bus)
-
-        if not self._reads:
-            return
-        try:
-            asyncio.run(run())
-        except (MilesAsyncError, OSError, TimeoutError) as error:
-            self._say("WARNING", f"the bus was not told that the event loop stands still: {error}")
-
-    async def _keep(self, bus: Any) -> None:
-        from bus.streams.absent import held_by, keep_leases
-
-        for one in self._reads.values():
-            await keep_leases(bus, await held_by(bus, one.streams, one.readers, one.me), one.readers, one.me)
-
-    async def _let_go(self, bus: Any, work: Work | None, why: str) -> None:
-        from bus.streams.absent import count_death, held_by, let_go
-
-        held = [await held_by(bus, one.streams, one.readers, one.me) for one in self._reads.values()]
-        blamed = (work.stream, work.id) if work is not None else ("", "")
-        if work is not None:
-            await count_death(bus, work.name, why)
-        for one, entries in zip(self._reads.values(), held, strict=True):
-            await let_go(bus, entries, one.readers, one.me, blamed=blamed)
+            first, *others = self._said
+            self._watch = watch_of(first)
+            for line in others:
+                self._watch.hears(line)
+        return self._watch
 
 
 def main() -> None:
     """Until the watched process ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    buffer = b""
-    while b"\n" not in buffer:
-        data = os.read(0, 1 << 16)
-        if not data:
-            return
-        buffer += data
-    line, _, rest = buffer.partition(b"\n")
-    watch = Watch(msgspec.json.decode(line, type=Told))
-    if not watch._hear(rest):
-        watch.run()
+    pid, deadline_s, lease_s, stacks = sys.argv[1:]
+    Ear(int(pid), float(deadline_s), float(lease_s), int(stacks)).run()
 
 
 if __name__ == "__main__":

@@ -96,6 +96,10 @@ class Streak:
             self._before |= self._samples
             self._samples.clear()
 
+    def suspects(self, group: str) -> bool:
+        """Whether with a failure of this group too so many fail that it may be for all."""
+        return len(self.groups | {group}) >= self._of
+
     @property
     def for_all(self) -> bool:
         """Whether it has failed for so many groups, and worked for nobody since, that none of them is to blame."""

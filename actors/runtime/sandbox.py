@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any, Literal, Self
 
 import msgspec
@@ -27,10 +28,11 @@ from actors.runtime.child import die_with_parent
 from actors.runtime.hooks import framed
 from bus.errors import MilesAsyncError
 
-Cause = Literal["ok", "raised", "exit", "deadline", "cpu", "memory", "output", "crash", "lost", "unasked"]
+Cause = Literal["ok", "raised", "exit", "deadline", "cpu", "memory", "output", "crash", "killed", "lost", "unasked"]
 """ok: ran to its end. raised: an exception, its trace on stderr. exit: `sys.exit` with another code than 0. deadline, cpu (seconds
-of processor), memory, output: a limit, and it was ended. crash: a signal. lost: servers that ran nothing else died of it, twice.
-unasked: tests that ask nothing, so that there is no verdict."""
+of processor), memory, output: a limit, and it was ended. crash: a signal. killed: servers that ran nothing else died of it, twice,
+where harmless code came to its end. lost: those died too, so nothing is known of this code. unasked: tests that ask nothing, so
+that there is no verdict."""
 
 ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 ROOT = str(Path(__file__).resolve().parents[2])  # of our packages; code finds them by no path
@@ -38,6 +40,7 @@ PROGRAM = f"import sys; sys.path.insert(0, {ROOT!r}); from actors.runtime.sandbo
 BOOT_S = 60.0
 GRACE_S = 20.0  # past a deadline, before a server that does not answer is given up
 TRIES = 2  # of servers for one piece of code alone
+HARMLESS, HARMLESS_S = "print(1)", 10.0  # code that ends well wherever code can run, and its time
 
 
 class SandboxUnavailable(MilesAsyncError):
@@ -72,15 +75,18 @@ class _Server:
 
     @classmethod
     async def start(cls, profile: dict[str, Any]) -> Self:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-c", PROGRAM, json.dumps(profile)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=ENVIRONMENT,
-            cwd="/",
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-c", PROGRAM, json.dumps(profile)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        except (OSError, SubprocessError) as error:
+            raise SandboxUnavailable(f"the Python sandbox cannot be started: {error}. No code was run.") from error
         try:
             async with asyncio.timeout(BOOT_S):
                 said = await _read(process)
@@ -200,16 +206,21 @@ class Sandbox:
         async with self._slots:
             with contextlib.suppress(_Lost):
                 return await (await self._ready()).ask(next(self._numbers), order)
+        harmless = {**order, "code": HARMLESS, "tests": "", "deadline_s": HARMLESS_S}
         async with self._alone:
-            for _ in range(TRIES):
+            for one in (*[order] * TRIES, harmless):
                 server = await _Server.start(self._profile)
                 try:
-                    return await server.ask(next(self._numbers), order)
+                    ran = await server.ask(next(self._numbers), one)
                 except _Lost:
                     continue
                 finally:
                     await server.close()
-        return Ran("lost", stderr=f"the sandbox died {TRIES} times with this code alone in it")
+                if one is order:
+                    return ran
+                if ran.cause == "ok":
+                    return Ran("killed", stderr=f"the sandbox died {TRIES} times with this code alone in it, and did not without")
+        return Ran("lost", stderr=f"the sandbox died {TRIES} times with this code alone in it, and with harmless code too")
 
     async def _ready(self) -> _Server:
         async with self._starting:

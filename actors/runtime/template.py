@@ -280,6 +280,11 @@ class Template:
         return max(low, same(whole, self.text(said, tools, False)))
 
 
+def as_text(said: str) -> str:
+    """Without halves of surrogate pairs, which JSON can say and no text can hold: they are spelled."""
+    return said.encode("utf-8", "backslashreplace").decode()
+
+
 def as_table(arguments: Any) -> Any:
     """Arguments of a call as a table, where they are its JSON text; else what they are."""
     if not isinstance(arguments, str):

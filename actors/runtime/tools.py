@@ -21,10 +21,14 @@ from actors.runtime.child import STDERR, die_with_parent
 from actors.runtime.hooks import framed
 from actors.runtime.run import Refused
 from actors.runtime.sandbox import Sandbox
+from actors.runtime.template import as_text
 
 ANSWER_CHARS = 4000
 BOOT_S = 60.0  # of the tools' process: it reads the corpus
 CALL_S = 5.0  # of one call there
+BUSY_S = 240.0  # of a call with its wait for a place, behind the loops that others wrote; then the model is told
+TOLD_S = BUSY_S + 60.0  # for who asks: the tool's own word comes first
+MOST_ASKED = 20_000  # characters of what the calculator or the search is asked
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -58,6 +62,8 @@ class Toolbox:
     """The tools of these names, ready to be called. `corpus`: a text or JSONL file for `search`; `weak`: as the sandbox has it. Use
     as `async with`; entering raises Refused for what cannot be."""
 
+    busy_s = BUSY_S
+
     def __init__(self, names: Sequence[str], *, corpus: str = "", python_deadline_s: float = 10.0, weak: bool = False) -> None:
         unknown = [name for name in names if name not in SHIPPED]
         if unknown:
@@ -88,13 +94,12 @@ class Toolbox:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The answer to a call whose name and arguments fit `specs`."""
         texts = [as_text(value if isinstance(value, str) else json.dumps(value)) for value in arguments.values()]
-        answer = as_text(await self._calls[name](*texts))
+        try:
+            async with asyncio.timeout(self.busy_s):
+                answer = as_text(await self._calls[name](*texts))
+        except TimeoutError:
+            return f"error: {name} was busy for {self.busy_s:g} s; this call was not made"
         return answer if len(answer) <= ANSWER_CHARS else f"{answer[:ANSWER_CHARS]}... ({len(answer)} characters)"
-
-
-def as_text(said: str) -> str:
-    """Without halves of surrogate pairs, which JSON can say and no text can hold: they are spelled."""
-    return said.encode("utf-8", "backslashreplace").decode()
 
 
 class ToolProcess:
@@ -116,6 +121,8 @@ class ToolProcess:
 
     async def call(self, name: str, argument: str) -> str:
         """A tool's answer; one that does not come in time, or died of the call, is told in its place."""
+        if len(argument) > MOST_ASKED:
+            return f"error: {name} takes at most {MOST_ASKED} characters, not {len(argument)}"
         async with self._turn:
             try:
                 process = await self._ready()

@@ -21,6 +21,8 @@ from actors.runtime.calculator import calculate
 from actors.runtime.hooks import framed, own_pipes, read_frame
 from actors.runtime.refusals import Refused
 
+MOST_WORDS = 200  # of a query that are looked for: each may stand in all of a large corpus
+
 
 def read_passages(path: str) -> list[str]:
     """JSONL with a column `text`, or any text file, cut at blank lines. Refused when there is nothing to read."""
@@ -56,7 +58,7 @@ class Passages:
     def best(self, query: str, most: int = 3) -> list[str]:
         """The passages that fit best, best first; equal ones in their order."""
         scores: Counter[int] = Counter()
-        for word in set(_words(query)):
+        for word in [*dict.fromkeys(_words(query))][:MOST_WORDS]:
             holding = self._holding.get(word, [])
             weight = math.log(1 + (len(self._passages) - len(holding) + 0.5) / (len(holding) + 0.5))
             for index, n in holding:

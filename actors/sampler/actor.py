@@ -185,7 +185,7 @@ class Sampler:
                 continue
             then = f"pending:{group_id}"
             row = self._row_of.get(opened.prompt_id)
-            if row is None or opened.prompt_crc not in (0, _crc(self._prompts[row])):
+            if row is None or opened.prompt_crc != _crc(self._prompts[row]):
                 books = ledger.dropped(DropReason.PROMPT_GONE, len(opened.indexes), 0)
                 await bus.commit(Commit(close_groups=(group_id,), ledger=books, guard=Guard("reissue", done, then)))
                 self._progress.close(group_id)
@@ -366,8 +366,8 @@ def _digest(prompts: Iterable[Prompt]) -> str:
 
 
 def _crc(prompt: Prompt) -> int:
-    """Of text and label; never 0, which stands for one that is not known."""
-    return crc32(_line(prompt)) or 1
+    """Of text and label."""
+    return crc32(_line(prompt))
 
 
 def _line(prompt: Prompt) -> bytes:

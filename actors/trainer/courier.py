@@ -32,6 +32,7 @@ from typing import Any
 from actors.runtime.context import Context
 from actors.runtime.faultpoints import fault_point
 from actors.runtime.logs import fold_log
+from actors.runtime.transports.records import DISK
 from actors.trainer.backend import TrainBackend
 from actors.trainer.spec import CourierSpec
 from actors.trainer.transports.files import VersionWriter, copied
@@ -123,7 +124,7 @@ class Courier:
         self._under_way += 1
         names = ", ".join(seat.worker for seat in order.seats) or "whoever needs it"
         self._tell(f"version {order.version.id} is to go by {order.transport} to {names}")
-        if order.transport == "disk":
+        if order.transport == DISK.name:
             tasks.create_task(self._done_with(self._to_disk(order.version, order.attempt)), name="files")
             return
         first, self._asked = self._asked is None, order  # later ones name who is left
@@ -191,7 +192,7 @@ class Courier:
             return
         target = version_dir(self._weights_dir, version.id)
         await asyncio.to_thread(shutil.rmtree, target, True)  # left by a run of this name that was deleted
-        if self._spec.transport == "disk":
+        if self._senders.kind.whole:
             writer = await self._in_thread(self._copy, target)
             self._stage = Stage.HELD
             self._task = tasks.create_task(self._write(version, writer, began), name="publish")
@@ -217,7 +218,7 @@ class Courier:
 
     async def wait(self, *, last: bool = False) -> None:
         """Until the version under way is written or sent. `last`: whoever comes later finds it in files."""
-        if last and self._spec.transport != "disk":
+        if last and not self._senders.kind.whole:
             await self._to_disk(self._version, 0)
         if self._task is not None:
             with self._context.waiting(Wait.PUBLISHED):
@@ -310,13 +311,14 @@ class Courier:
                     filed = await self._whole_files(version, 0)
                 whole = filed.path if filed is not None else ""
             plan = await asyncio.to_thread(self._senders.plan, order.seats, whole, version=version.id)
-            nccl = self._senders.nccl
+            sender = self._senders.sender
+            assert sender is not None
             manifest = await put_plan(self._context.bus, plan)
             self._plans.append(manifest.plan)
             await self._context.bus.blobs.delete(self._plans[:-PLANS_KEPT])
             del self._plans[:-PLANS_KEPT]
             await self._say(WeightsReady(version=version, manifest=manifest))
-            opening = in_daemon(nccl.open) if nccl is not None and not nccl.is_open else None
+            opening = None if sender.is_open else in_daemon(sender.open)
             if not await self._gather(members, opening):
                 self._context.count("versions_skipped")
                 skipped = tuple(sorted(members - self._ready))  # or they would hold up the next one too
@@ -325,13 +327,12 @@ class Courier:
             fault_point(self._context.name, "before_sending")
             self._stage = Stage.SENDING
             await self._say(Sending(version=version, workers=tuple(sorted(members))))
-            if nccl is not None:
-                await (in_daemon(nccl.send) if self._senders.passing is None else self._in_thread(nccl.send))
-            else:
+            await (in_daemon(sender.send) if self._senders.passing is None else self._in_thread(sender.send))
+            if not self._senders.kind.broadcasts:
                 await self._until_reported(version)
         except GroupBroken as error:
             # Of a group that broke nobody tells who is gone: all take this version from files first.
-            blamed = members if self._senders.nccl is not None else members - self._ready
+            blamed = members if self._senders.kind.broadcasts else members - self._ready
             self._senders.end_group()
             text = f"version {version.id} goes by files: {error}"
             await self._context.event(EventKind.TRANSFER_FAILED, text[:300], version=version.id)

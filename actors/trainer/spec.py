@@ -10,7 +10,8 @@ from actors.trainer.backend import BackendConfig
 
 
 class CourierSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How versions travel. `transport`: disk, ipc or nccl. `deadline_s`: longest wait for engines, and for a broadcast."""
+    """How versions travel. `transport`: its record, by name or dotted path. `deadline_s`: longest wait for engines, and for a
+    broadcast."""
 
     transport: str = "disk"
     buffer_bytes: int = 512 << 20

@@ -41,6 +41,12 @@ class EventKind(StrEnum):
         "a peer took over what this actor held",
         "look what held it up: its host, or a loop that stood",
     )
+    CLOCK_SET = (
+        "clock set",
+        "warning",
+        "Redis' clock was set, so that all leases begin anew",
+        "keep the clock of Redis' host by NTP, which moves it slowly",
+    )
     REFUSED = (
         "refused",
         "error",

@@ -98,7 +98,7 @@ class OpenGroup(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[int, ...] | None = None  # indexes of the samples under this key; None = all of the group
     rewards: dict[int, float] = {}  # by index: members of the group that left first, for the baseline of the others
     blobs: tuple[str, ...] = ()  # of the pictures of its prompt
-    prompt_crc: int = 0  # of its prompt's text and label, since rows of a file may move; 0 = not known
+    prompt_crc: int = 0  # of its prompt's text and label, since rows of a file may move
 
     @property
     def indexes(self) -> tuple[int, ...]:

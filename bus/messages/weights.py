@@ -27,7 +27,7 @@ class FileHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors that travel as one. `handles`: one exported flat tensor per tensor-parallel rank (ipc). `quick`: the same for
-    engines that run our loader (actors/generation/quick_load.py)."""
+    engines that run our loader (actors/generation/engines/sglang/quick_load.py)."""
 
     tensors: tuple[TensorMeta, ...]
     n_bytes: int

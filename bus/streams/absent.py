@@ -70,8 +70,10 @@ async def count_death(bus: Bus, name: str, why: str) -> int:
 
 async def deaths_of(bus: Bus, name: str) -> tuple[int, str]:
     """How many processes a piece of work has ended, and why the last one."""
-    n, why = await bus.link.run("HMGET", bus.keys.deaths, f"n/{name}", f"why/{name}")
-    return int(n or 0), text_of(why or b"")
+    key = bus.keys.deaths
+    if not (n := await bus.link.run("HGET", key, f"n/{name}")):
+        return 0, ""
+    return int(n), text_of(await bus.link.run("HGET", key, f"why/{name}") or b"")
 
 
 async def forget_deaths(bus: Bus, name: str) -> None:

@@ -43,6 +43,20 @@ for n, key in ipairs(KEYS) do
 end
 return false
 """
+# KEYS stream   ARGV readers   Begins the lease of all that is pending anew, whoever has it
+_ANEW = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+local from, n = '-', 0
+repeat
+  local rows = redis.pcall('XPENDING', KEYS[1], ARGV[1], from, '+', 500)
+  if rows.err then return n end
+  for _, row in ipairs(rows) do
+    redis.call('XCLAIM', KEYS[1], ARGV[1], row[2], 0, row[1], 'JUSTID')
+    from, n = '(' .. row[1], n + 1
+  end
+until #rows < 500
+return n
+"""
 GIVEN = 256  # ids; far more than are lost at once
 SHARED = 16  # of them at the start of who reads only what comes
 QUIET_S = 10.0  # without an entry, before this looks whether some were delivered under its name to a zombie
@@ -66,6 +80,7 @@ class Reader:
         self._mean_bytes = 1024.0
         self.held: dict[tuple[str, str], Entry] = {}
         self._reread, self._looked_at = True, bus.clock.monotonic()
+        self._times: tuple[float, float] | None = None  # the server's and ours, when they were compared last
         self.recovered = False  # entries that were pending at the start have all been given out, and more was asked for
         self._offered: list[Entry] = []
 
@@ -168,6 +183,18 @@ class Reader:
             if len(rows) < 500:
                 return counts
             start = f"({text_of(rows[-1][0])}"
+
+    async def clock_step(self, lease_s: float) -> float:
+        """By how many seconds the server's clock was set since this was asked last; 0 for less than half a lease. Leases are times
+        of that clock: set forth it ends those of the living, set back it keeps those of the dead for as long. So all begin anew."""
+        before, now = self._times, (await self._bus.server_time(), self._bus.clock.monotonic())
+        self._times = now
+        step_s = (now[0] - before[0]) - (now[1] - before[1]) if before is not None else 0.0
+        if abs(step_s) < lease_s / 2:
+            return 0.0
+        for stream in self.streams:
+            await self._bus.link.run("EVAL", _ANEW, 1, self._bus.keys.stream(stream.name), self.readers)
+        return step_s
 
     async def claim(self, idle_s: float, count: int = 64) -> list[Entry]:
         """Take over up to `count` entries that no living owner has renewed for `idle_s`."""

@@ -381,9 +381,10 @@ class Bus:
         return await self.names.beat(actor, encode(message), leaves=leaves)
 
     async def silences(self) -> dict[str, float]:
-        """Seconds since each actor's last vitals, by the server's clock alone."""
+        """Seconds since each actor's last vitals, by the server's clock alone. A stamp in its future is of before it was set
+        back: who lives beats again at once, and counts as silent for as long until then."""
         heard, now = await self.numbers(self.keys.heard), await self.server_time()
-        return {name: max(0.0, now - at / 1000) for name, at in heard.items()}
+        return {name: abs(now - at / 1000) for name, at in heard.items()}
 
 
 def _kept(message: Message) -> list[str]:

@@ -38,7 +38,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("worker", "miles_async.cli.worker", "Add one rollout worker to a running run, from anywhere."),
     Command("status", "miles_async.cli.status", "Show actors and streams of a run."),
     Command("top", "miles_async.cli.top", "Show a run in the terminal, live, and steer it there.", draws=True),
-    Command("attach", "miles_async.cli.top", "The same as top: a run's view again, after its terminal was closed.", draws=True),
     Command("console", "miles_async.cli.console", "Show a run in the browser, live, and steer it there."),
     Command(
         "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."
@@ -52,6 +51,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
     Command("shadow", "miles_async.cli.shadow", "Try another reward, filter or loss on a run's samples, beside it."),
     Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),
+    Command("get", "miles_async.cli.get", "Fetch a small pretrained model once."),
     Command(
         "convert", "miles_async.cli.convert", "Convert a model between Hugging Face and Megatron's torch_dist format."
     ),

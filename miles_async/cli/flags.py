@@ -13,7 +13,7 @@ from functools import cache
 
 from miles_async.settings.catalog import FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.dump import toml_value
-from miles_async.settings.errors import GONE, Refusals, SettingsError, listing, nearest
+from miles_async.settings.errors import Refusals, SettingsError, listing, nearest
 from miles_async.settings.load import FlagValue
 from miles_async.settings.miles import (
     IMPLIES,
@@ -113,7 +113,7 @@ def parse_flags(words: list[str], switches: frozenset[str], found: Refusals | No
 
 def _why_missing(flag: str) -> str:
     """Why a flag of Miles is none here; empty for any other flag."""
-    known = flag in (*_flags(), *SPELT) or flag.removeprefix("--").replace("-", "_") in GONE or passed_on(flag) is not None
+    known = flag in (*_flags(), *SPELT) or passed_on(flag) is not None
     return "" if known else why_not(flag)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from actors.generation.engines.records import DEFAULT, ENGINES, OF_MILES
 from miles_async.cli.flags import Parsed, parse_flags
 from miles_async.settings.bash_words import ARCHITECTURE
 from miles_async.settings.catalog import PREFIXES, names, passed_on
@@ -143,8 +144,8 @@ def _outcome(flag: _Flag, own: Parsed, refused: Refusals) -> tuple[str, bool]:
     alone = spec is not None and spec.kind != "table"
     if any(name == value.typed or (alone and value.spec is spec) for value in own.values):
         return "given on this command line, which counts", False
-    engine = next((value.words[0] for value in reversed(own.values) if value.spec.name == "engine"), "sglang")
-    if engine != "sglang" and not alone and (passed_on(name) or ("",))[0] in PREFIXES:
+    engine = next((value.words[0] for value in reversed(own.values) if value.spec.name == "engine"), OF_MILES.name)
+    if not ENGINES.get(engine, DEFAULT).takes_flags and not alone and (passed_on(name) or ("",))[0] in PREFIXES:
         return f"left out: this command line says --engine {engine}", False
     said = fate(name).replace("`", "")
     compared = spec is not None and spec.group == "architecture" and spec.name not in NOT_COMPARED

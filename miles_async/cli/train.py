@@ -2,12 +2,15 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from miles_async.cli.flags import flags_help, groups_help, parse_flags
 from miles_async.cli.from_miles import take_script
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.errors import Refusals, SettingsError
-from miles_async.settings.load import config_path, load
+from miles_async.settings.load import config_path, load, read_file
 from miles_async.settings.meant import Said, ahead
 
 HELP = ("-h", "--help")
@@ -47,7 +50,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         said = f"one settings file expected, got {' '.join(parsed.positional)}"
         refused.found.append(SettingsError(said, remedy="Put CONFIG before the flags."))
     config = config_path(parsed.positional[0]) if parsed.positional else None
-    runs_ahead = () if script.told or config else ahead(Said.of("", parsed.values, script.words))
+    once = config is not None and config.exists() and not config.is_file()  # a pipe, which is read when the settings are
+    runs_ahead = () if script.told or once else ahead(Said.of("", parsed.values, script.words).beside(_given(config)))
     return argparse.Namespace(
         explain=(),
         help=bool(parsed.switches.intersection(HELP)),
@@ -59,6 +63,14 @@ def parse(words: list[str]) -> argparse.Namespace:
         notes=(*parsed.notes, *(one.text for one in runs_ahead)),
         refused=refused,
     )
+
+
+def _given(config: Path | None) -> Mapping[str, Any]:
+    """The settings of a file; nothing of one that cannot be read, which `load` tells."""
+    try:
+        return read_file(config) if config is not None else {}
+    except SettingsError:
+        return {}
 
 
 def run(args: argparse.Namespace, usage: str = USAGE) -> int:
@@ -88,6 +100,7 @@ def run(args: argparse.Namespace, usage: str = USAGE) -> int:
         return 0
     for note in args.notes:
         print(f"note: {note}", file=sys.stderr)
+    from miles_async.launcher.fetch import with_models
     from miles_async.launcher.run import train
 
-    return train(loaded.settings)
+    return train(with_models(loaded.settings))

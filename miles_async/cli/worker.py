@@ -79,14 +79,15 @@ def run(args: argparse.Namespace) -> int:
 
 async def _join(args: argparse.Namespace) -> int:
     """Waits for the run's identity, then runs the room. An engine loads its libraries meanwhile: most of a boot."""
+    from actors.generation.engines.records import DEFAULT
     from actors.runtime.child import PYTHON, Child
 
-    spare = Child()
+    spare, likely = Child(), DEFAULT
     if not args.engine_url:
-        await spare.start_spare((*PYTHON, "actors.generation.embedded", "--spare"))
+        await spare.start_spare((*PYTHON, *likely.spare))
     try:
         spec, stay = await _spec(args)
-        if spec.room.get("engine") != "embedded":
+        if spec.room.get("engine") != likely.name:
             await spare.stop()
         return await _become(spec, stay, spare)
     finally:
@@ -97,6 +98,7 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
     """What the run tells its workers, changed by the flags; and whether that holds. From then on the name is ours."""
     from msgspec import structs
 
+    from actors.generation.engines.records import ATTACHED
     from actors.runtime.context import STOP_WISH, ActorSpec
     from actors.runtime.host import processes_name
     from bus import Bus, BusConfig
@@ -132,7 +134,7 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
         )
     room = dict(known.worker) | {"serves": True, "serve_at": args.weights_address}
     if args.engine_url:
-        room |= {"engine": "external", "engine_url": args.engine_url}
+        room |= {"engine": ATTACHED.name, "engine_url": args.engine_url}
         room["token"] = os.environ.get("MILES_ASYNC_ENGINE_TOKEN") or room.get("token", "")
     if launcher is None or launcher.processes != processes_name():
         room["router_url"] = ""  # it and the engines that it knows are at addresses of one host

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from actors.recorder.history import AVG_STALENESS, MAX_STALENESS, REWARD, History, Step
+from actors.recorder.history import AVG_STALENESS, LOSS, MAX_STALENESS, REWARD, History, Step
 from actors.recorder.records import Record
 from actors.runtime.snapshot import ActorFacts, Snapshot
 from bus.client import without_secrets
@@ -72,7 +72,7 @@ def banner(settings: RunSettings) -> str:
     learned = "its responses are learned" if settings.flat.supervised else scored
     external = f" and {plural(n, 'running engine')}" if (n := len(s.rollout_external_engine_addrs)) else ""
     gpus = f" on {plural(len(s.rollout_gpu_ids), 'GPU')}" if s.rollout_gpu_ids else ""
-    engines = f"{'no' if s.engine == 'none' else s.engine} engines"
+    engines = f"{s.engine if settings.flat.engine_kind.generates else 'no'} engines"
     steps = plural(r.num_rollout, "step") if r.num_rollout else "epochs"
     facts = {
         "model": settings.model.hf_checkpoint,
@@ -93,8 +93,9 @@ def starting(roles: Iterable[str], settings: RunSettings) -> str:
     count = Counter(roles)
     said = ", ".join(role if n == 1 else f"{role} ×{n}" for role, n in count.items())
     groups = settings.rollout.rollout_batch_size
-    weights = "engines with the weights, then for " if settings.sglang.engine != "none" else ""
-    return f"starting {said}; the first step waits for {weights}{plural(groups, 'scored group')}"
+    weights = "engines with the weights, then for " if settings.flat.engine_kind.generates else ""
+    what = "group" if settings.flat.supervised else "scored group"
+    return f"starting {said}; the first step waits for {weights}{plural(groups, what)}"
 
 
 def step_line(step: Step, history: History, *, total_steps: int) -> str:
@@ -102,7 +103,7 @@ def step_line(step: Step, history: History, *, total_steps: int) -> str:
     of = f"/{total_steps}" if total_steps > 0 else ""
     parts = [
         f"step {step.step}{of}",
-        f"reward {step.get(REWARD):.3f}",
+        f"loss {step.get(LOSS):.4f}" if history.supervised else f"reward {step.get(REWARD):.3f}",
         f"tokens/s {human_count(throughput([s for s in history.steps if s.step <= step.step][-RECENT:]))}",
         f"staleness {step.get(AVG_STALENESS):.2f}/{step.get(MAX_STALENESS):.0f}",
         f"len {step.get('rollout/response_len/mean'):.1f}",
@@ -152,7 +153,8 @@ def plain_line(record: Record, history: History, *, total_steps: int) -> str:
             return f"dead letter: {record['stream']} {record['sample']}: {record['error']}"
         case "sample" if len(history.samples) <= FIRST_SAMPLES or _asked_for(history):
             texts = f"{shorten(record['prompt'], 160)} -> {shorten(record['response'], 320)}"
-            return f"sample {record['sample']}, reward {record['reward']:.4g}: {texts}"
+            scored = "" if history.supervised else f", reward {record['reward']:.4g}"
+            return f"sample {record['sample']}{scored}: {texts}"
         case "finished":
             return f"finished at step {record['step']}"
     return ""

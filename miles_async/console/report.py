@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from actors.recorder.history import MAX_STALENESS, REWARD, History
+from actors.recorder.history import LOSS, MAX_STALENESS, REWARD, History
 from bus.errors import InvariantBroken
 from bus.ledger import Accounts, accounts_of
 from bus.messages.reasons import meaning
@@ -149,7 +149,8 @@ def _tiles(history: History, accounts: Accounts | None) -> str:
     steps = history.steps
     if steps:
         recent = steps[-max(1, len(steps) // 10) :]
-        tiles.append((f"{sum(s.get(REWARD) for s in recent) / len(recent):.3f}", "training reward, last tenth"))
+        name, what = (LOSS, "loss") if history.supervised else (REWARD, "training reward")
+        tiles.append((f"{sum(s.get(name) for s in recent) / len(recent):.3f}", f"{what}, last tenth"))
         tiles.append((human_count(throughput(steps)), "tokens trained per second"))
         wait, _, _ = shares(steps)
         tiles.append((f"{wait:.0%}", "of the trainer's time waiting"))

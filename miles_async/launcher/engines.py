@@ -8,9 +8,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from actors.generation.engines.records import ATTACHED
 from actors.generation.spec import AgentSpec, GenerationSpec
 from actors.router.actor import RouterSpec
 from actors.runtime.child import ArgValue
+from actors.runtime.transports.records import DISK
 from actors.trainer.spec import CourierSpec, TurnSpec
 from miles_async.launcher.place import Place
 from miles_async.settings.colocate import engine_args, gives_back
@@ -36,7 +38,7 @@ def generation_spec(
     lent = shares and s.lend_trainer_gpus
     return GenerationSpec(
         model_path=place.model_dir,
-        engine="external" if engine_url else s.engine,
+        engine=ATTACHED.name if engine_url and not settings.flat.engine_kind.attached else s.engine,
         engine_url=engine_url,
         threads=settings.perf.engine_threads,
         max_running=s.sglang_server_concurrency or s.sglang_concurrency_max or AUTO_MAX_RUNNING,
@@ -51,7 +53,8 @@ def generation_spec(
         token=str(s.server_args.get("api-key") or place.engine_token),
         weights_token=place.weights_token,
         gpus=tuple(gpus),
-        maps=EXPORTS if gpus and s.update_weight_transport == "ipc" else (),
+        maps=EXPORTS if gpus and settings.flat.transport_kind.maps_gpu else (),
+        transport=s.update_weight_transport,
         tp_size=s.rollout_num_gpus_per_engine,
         server_command=s.sglang_server_command,
         server_args=(engine_args(settings.flat) if shares else {})
@@ -64,7 +67,7 @@ def generation_spec(
         check_equal=s.check_weight_update_equal,
         gives_back=gives_back(settings.flat) if shares else (),
         lent_s=s.lend_return_s if lent else 0.0,
-        serves=settings.launch.launcher == "ray",  # then others of this run are on other hosts
+        serves=settings.flat.launcher_kind.spreads,  # then others of this run are on other hosts
         nodes=s.sglang_nnodes,
         program=settings.rollout.custom_generate_function_path or "",
         program_deadline_s=settings.rollout.rollout_timeout_s,
@@ -100,8 +103,8 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
         port = place.router_port
         router = RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args, token=place.engine_token)
         rooms.append(("router", "router", router))
-    each = s.rollout_num_gpus_per_engine
-    told = s.engine == "sglang" and (settings.launch.launcher == "local" or s.colocate)  # else it uses those that Ray gives it
+    each, on_gpus = s.rollout_num_gpus_per_engine, settings.flat.engine_kind.needs_gpu
+    told = on_gpus and (s.colocate or not settings.flat.launcher_kind.spreads)  # else it uses those that Ray gives it
     for i, url in enumerate(s.rollout_external_engine_addrs or [""] * settings.flat.most_workers):
         gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if told else ()
         spec = generation_spec(settings, place, engine_url=_url(url), gpus=gpus, shares=s.colocate)
@@ -109,7 +112,7 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
             spec = replace(spec, rollout_function=settings.flat.own_rollout_function, takes_samples=True)
         rooms.append((f"generation-{i}", "generation", spec))
     for i, name in enumerate(settings.flat.lent_workers):
-        gpus = tuple(range(i * each, (i + 1) * each)) if s.engine == "sglang" else ()
+        gpus = tuple(range(i * each, (i + 1) * each)) if on_gpus else ()
         rooms.append((name, "generation", generation_spec(settings, place, gpus=gpus, shares=True)))
     return rooms
 
@@ -119,13 +122,13 @@ def courier_spec(settings: RunSettings, place: Place) -> CourierSpec:
     s = settings.sglang
     changing = not (settings.launch.debug_rollout_only or settings.ckpt.load_debug_rollout_data)
     return CourierSpec(
-        transport=s.update_weight_transport if changing else "disk",
+        transport=s.update_weight_transport if changing else DISK.name,
         buffer_bytes=s.update_weight_buffer_size,
         deadline_s=s.update_weight_deadline_s,
         check_equal=s.check_weight_update_equal,
         copy=s.update_weight_copy,
         verbosity=settings.launch.debug_weight_sync,
-        still=place.model_dir if s.engine == "none" else "",
+        still="" if settings.flat.engine_kind.generates else place.model_dir,
         keep_copy=bool(s.offload_train and gives_back(settings.flat)) or settings.flat.update_weights_interval > 1,
     )
 

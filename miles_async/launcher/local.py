@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,25 +23,43 @@ from actors.runtime.child import PYTHON, Child, log_tail
 from actors.runtime.context import ActorSpec
 from actors.runtime.fork_server import ForkServer
 from actors.runtime.leftovers import end_orphans
+from bus import Bus
 from bus.messages.events import EventKind
 from bus.private import write_secret
 from bus.topology import ROLES
-from miles_async.launcher.supervisor import End, Process, environment_of
+from miles_async.launcher.place import Place
+from miles_async.launcher.supervisor import End, Placer, Process, environment_of
+from miles_async.settings.run import RunSettings
 
 DIGEST = "--digest="
 LIGHT = tuple(role for role in ROLES if role not in ("trainer", "router"))
 
 
-def fork_servers() -> dict[str, ForkServer]:
-    """By role, who forks its processes. They load while the start is checked. Torch is loaded ahead only where there is no GPU:
-    its libraries may look for one, and who has done so must not fork."""
+def fork_servers(ahead: Sequence[str] = ()) -> dict[str, ForkServer]:
+    """By role, who forks its processes. They load while the start is checked, the modules `ahead` too. Torch is loaded ahead only
+    where there is no GPU: its libraries may look for one, and who has done so must not fork."""
     if sys.platform != "linux":
         return {}
-    light = ForkServer([f"actors.{role}.actor" for role in LIGHT])
+    light = ForkServer([*(f"actors.{role}.actor" for role in LIGHT), *ahead])
     servers = dict.fromkeys(LIGHT, light)
     if not Path("/dev/nvidiactl").exists():
         servers["trainer"] = ForkServer(("actors.trainer.actor", "actors.trainer.torch_backend.core"))
     return servers
+
+
+def check_start(settings: RunSettings) -> None:
+    """This host is there."""
+
+
+def join_cluster(settings: RunSettings) -> None:
+    """There is none."""
+
+
+def placer_of(
+    settings: RunSettings, place: Place, threads: Mapping[str, int], servers: Mapping[str, ForkServer]
+) -> Callable[[Bus], Placer]:
+    """Makes what says where this run's actors are to be."""
+    return lambda _: LocalPlacer(Path(place.run_dir), threads=threads, servers=servers)
 
 
 class LocalPlacer:

@@ -63,7 +63,7 @@ def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
     if total is None or not sizes.total:
         return ()
     trainer = Trainer(s, sizes, config, total)
-    if (s.sglang.colocate or s.sglang.lend_trainer_gpus) and s.sglang.engine == "sglang":
+    if (s.sglang.colocate or s.sglang.lend_trainer_gpus) and s.flat.engine_kind.needs_gpu:
         fits(s, total, trainer)
     trainer.check(total)
     trainer.check_host(host_bytes(), total)
@@ -77,9 +77,9 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
     field = "lend_mem_fraction" if lent else "sglang_mem_fraction_static"
     apart = "add --offload-train, or leave out --lend-trainer-gpus" if lent else "or use GPUs apart (leave out --colocate)"
     fraction = memory_fraction(s.flat)
-    engine = int(fraction * total)
+    engine = s.flat.engine_kind.memory(fraction, total)
     awake = trainer.bytes()
-    copy = 2 * params if g.update_weight_transport == "ipc" or (lent and g.update_weight_transport == "nccl") else 0
+    copy = 2 * params if s.flat.transport_kind.copies_beside(lent) else 0
     aside = engine if not g.offload_rollout else 0 if "weight" in g.offload_rollout_level else 2 * params // ranks
     aside = 0 if lent else aside
     asleep = 0 if g.offload_train else trainer.resident()
@@ -201,7 +201,7 @@ class Trainer:
         here, width = min(s.perf.actor_num_gpus_per_node, self.layout.world), 2 if self.narrow else 4
         others = int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load)) if megatron else 0
         shared = g.colocate or g.lend_trainer_gpus
-        engines = g.num_generation_workers if shared and g.engine == "sglang" else 0
+        engines = g.num_generation_workers if shared and s.flat.engine_kind.needs_gpu else 0
         aside = g.colocate and g.offload_rollout and "weight" in g.offload_rollout_level
         moved = shared and g.offload_train and g.offload_train_target == "cpu"
         found = {

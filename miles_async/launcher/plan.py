@@ -196,6 +196,7 @@ def room_specs(settings: RunSettings, place: Place, *, evaluating: bool = False)
         serve_at=settings.bus.weights_address or "",
         weights_token=place.weights_token,
         lent=settings.flat.lent_workers,
+        transport=settings.sglang.update_weight_transport,
     )
     alone["sampler"] = told(
         SamplerSpec,

@@ -10,18 +10,19 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
-from actors.reward.rules import MATH_RULES
+from actors.reward.rules import MATH_RULES, readable_label
 from actors.runtime.confine import NO_LANDLOCK, lacking
 from actors.runtime.parts import BadRow, parts_of
 from actors.runtime.rows import BadData, PlacedRow, count, image_key, read, sources_of, value_at
 from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
-from miles_async.launcher.label_check import unread
+from miles_async.launcher.fetch import still_to_fetch, with_models
 from miles_async.launcher.memory import check_memory
 from miles_async.launcher.templates import check_template
 from miles_async.settings.checks import check_model, check_trackers, model_context
 from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
+from miles_async.settings.functions import SCORE, scores_itself
 from miles_async.settings.programs import check_programs
 from miles_async.settings.run import RunSettings
 
@@ -42,7 +43,7 @@ class DataInfo:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What was found: the training prompts, the held-out sets by name, the model's context (None for a builtin), and what
+    """What was found: the training prompts, the held-out sets by name, the model's context (None for one not made yet), and what
     is allowed but worth knowing."""
 
     prompts: DataInfo
@@ -57,8 +58,10 @@ def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: b
     probes: further checks that raise SettingsError. SettingsError tells all that is wrong.
     """
     refused = Refusals()
+    settings = refused.attempt(with_models, settings, dry_run=True) or settings
     config = refused.attempt(check_model, settings) or {}
-    hints = list(refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ())
+    hints = [note for note in (still_to_fetch(settings),) if note]
+    hints += refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ()
     hints += refused.attempt(check_memory, settings, config) or ()
     hints += kernels_missing(settings)
     hints += refused.attempt(sandbox_missing, settings) or ()
@@ -131,6 +134,8 @@ def check_labels(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
     """Rewards that are all alike teach nothing: a note where no column of labels is named, SettingsError where it is empty."""
     r, s = settings.rollout, settings.flat
     theirs = s.supervised or s.reads_labels
+    if r.rm_type is None and not scores_itself(s) and not s.supervised:
+        return _rules_named(settings, prompts)
     if theirs or str(r.rm_type).removeprefix("boxed_") not in COMPARE or not prompts.head:
         return ()
     if r.label_key is None:
@@ -139,11 +144,30 @@ def check_labels(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
         problem = f"none of the first {len(prompts.head)} rows of {r.prompt_data} has a label for rm_type = {r.rm_type}"
         raise settings.flat.refusal("label_key", problem, "Name another column or another --rm-type.")
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key")}
-    bad, first = unread(prompts.head, r.rm_type, keys, {})
+    bad, first = _unread(prompts.head, r.rm_type, keys, {})
     if bad == len(prompts.head):
         problem = f"rm_type = {r.rm_type} can read none of the first {bad} labels of {r.prompt_data} ({first})"
         raise settings.flat.refusal("label_key", problem, "Name another column or another --rm-type.")
     return (_unread_note(r.prompt_data, bad, len(prompts.head), first),) if bad else ()
+
+
+def _rules_named(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
+    """Where no setting names a rule, each row's metadata must: SettingsError where none does, a note where some do not."""
+    column, head = settings.rollout.metadata_key or "", prompts.head
+    silent = sum(not _at(placed.row, f"{column}.rm_type") for placed in head)
+    looked_at = f"of the first {len(head)} rows of {settings.rollout.prompt_data}"
+    if head and silent == len(head):
+        why = f"nothing scores the samples, and none {looked_at} names a rule (rm_type in the column {column})"
+        raise settings.flat.refusal("rm_type", why, SCORE)
+    told = f"{silent} {looked_at} name no rule (rm_type in the column {column}): nothing scores their samples"
+    return (told,) if silent else ()
+
+
+def _at(row: Any, key: str) -> Any:
+    try:
+        return value_at(row, key)
+    except KeyError:
+        return None
 
 
 def check_held_out_labels(settings: RunSettings, held_out: Mapping[str, DataInfo]) -> tuple[str, ...]:
@@ -156,9 +180,27 @@ def check_held_out_labels(settings: RunSettings, held_out: Mapping[str, DataInfo
             continue
         keys = {"input_key": one.input_key, "label_key": one.label_key, "metadata_key": one.metadata_key}
         head = held_out[one.name].head
-        bad, first = unread(head, settings.rollout.rm_type, keys, one.metadata)
+        bad, first = _unread(head, settings.rollout.rm_type, keys, one.metadata)
         notes += [_unread_note(one.path, bad, len(head), first)] if bad else []
     return tuple(notes)
+
+
+def _unread(
+    head: Sequence[PlacedRow], rule: str | None, keys: Mapping[str, str | None], over: Mapping[str, Any]
+) -> tuple[int, str]:
+    """How many of these rows have a label that their rule cannot read, and the first of them in words: no answer to such a prompt
+    earns anything, and nothing else would say so. `rule`: of rows whose metadata names none; `keys`: the columns by setting, as
+    `parts_of` has them; `over`: laid over each row's metadata."""
+    found = []
+    for at, number, given, padded in head:
+        try:
+            row = parts_of(given, keys, chat=True, supervised=True, padded=padded, objects=True)
+        except BadRow:
+            continue  # refused elsewhere
+        own = str(over.get("rm_type") or row.metadata.get("rm_type") or rule or "")
+        if own and not readable_label(own, row.label):
+            found.append(f"{at}, row {number}: {row.label[:60]!r} under {own}")
+    return len(found), found[0] if found else ""
 
 
 def _unread_note(path: str, bad: int, looked_at: int, first: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import resource
 import secrets
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ from miles_async.launcher.resume import (
 )
 from miles_async.launcher.templates import stop_tokens
 from miles_async.settings.catalog import kinds
-from miles_async.settings.errors import SettingsError, refusal
+from miles_async.settings.errors import SettingsError
 from miles_async.settings.live import check_patch, initial_values, whole
 from miles_async.settings.rules import check_rules
 from miles_async.settings.run import RunSettings
@@ -91,17 +91,7 @@ def check_host(settings: RunSettings) -> None:
         why = f"cannot write to {run_dir.absolute()}: {(error.strerror or str(error)).lower()}"
         remedy = "Free space there, make it writable for this user, or choose another --runs-dir."
         raise settings.flat.refusal("runs_dir", why, remedy) from None
-    if settings.launch.launcher == "ray":
-        _check_ray(settings.launch.ray_address)
-
-
-def _check_ray(address: str) -> None:
-    if importlib.util.find_spec("ray") is None:
-        why = "ray is not installed in this Python"
-        raise refusal("launcher", "ray", why, "Install miles-async[ray] on all nodes.")
-    from miles_async.launcher.ray_cluster import check_head
-
-    check_head(address)
+    import_module(settings.flat.launcher_kind.module).check_start(settings)
 
 
 MODEL_S = 3600.0  # to make a builtin model: half a minute, or some on a busy host

@@ -10,7 +10,6 @@ from miles_async.settings.run import RunSettings
 
 Resources = dict[str, float]
 WITH_TRAINER = ("trainer", "publisher")  # it serves the files that the trainer writes into its host's memory
-EXTERNAL_CPUS = 1.0  # of a worker whose engine runs elsewhere or on GPUs
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -65,10 +64,11 @@ def _trainer(settings: RunSettings, actors: tuple[str, ...], gpus: bool) -> tupl
 
 def _engine(settings: RunSettings, name: str) -> tuple[Bundle, ...]:
     s = settings.sglang
-    if s.engine != "sglang":
-        cpus = float(settings.perf.engine_threads) if s.engine == "embedded" else EXTERNAL_CPUS
+    kind = settings.flat.engine_kind
+    cpus = kind.cpus(settings.perf.engine_threads)
+    if not kind.needs_gpu:
         return (Bundle((name,), {"CPU": cpus}),)
-    resources = {"CPU": EXTERNAL_CPUS, "GPU": s.rollout_num_gpus_per_engine / s.sglang_nnodes}
+    resources = {"CPU": cpus, "GPU": s.rollout_num_gpus_per_engine / s.sglang_nnodes}
     return (Bundle((name,), resources), *(Bundle((), resources) for _ in range(1, s.sglang_nnodes)))
 
 
@@ -98,8 +98,8 @@ def parts_of(settings: RunSettings, name: str, role: str, meeting: str) -> tuple
     """What the room of such an actor is told beside its spec, and its other processes. `meeting`: HOST:PORT on the first's host."""
     host, _, port = meeting.rpartition(":")
     if role != "trainer":
-        nodes = range(1, settings.sglang.sglang_nnodes)
-        parts = [Part(bundle=n, name=f"{name}-node-{n}", module="actors.generation.node", words=(str(n),)) for n in nodes]
+        nodes, module = range(1, settings.sglang.sglang_nnodes), settings.flat.engine_kind.node
+        parts = [Part(bundle=n, name=f"{name}-node-{n}", module=module, words=(str(n),)) for n in nodes]
         return {"meeting": meeting}, parts
     each, size = settings.flat.actor_num_gpus_per_node, settings.flat.train_ranks
     same = {"WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": port}

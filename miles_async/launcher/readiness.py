@@ -9,7 +9,6 @@ torch nor a model, starts nothing, and leaves nothing behind but a probe key in 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import resource
@@ -18,10 +17,12 @@ import socket
 from collections.abc import Callable, Iterator
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import psutil
 
+from actors.generation.engines.records import DEFAULT
+from actors.kinds import HostFacts
 from actors.runtime.smi import of_gpus
 from bus.client import connect
 from bus.errors import BusRefused, BusUnreachable
@@ -37,19 +38,14 @@ from miles_async.settings.redis_need import redis_need
 from miles_async.settings.run import RunSettings
 
 Level = Literal["ok", "note", "wrong"]
-MEGATRON, ENGINE_FOR_TORCH, SGLANG = "0.16.1", ("2.11", "2.12"), (0, 5, 12)
+MEGATRON, ENGINE_FOR_TORCH = "0.16.1", ("2.11", "2.12")
 ANSWER_S = 3.0
-CACHES = {
-    "TORCHINDUCTOR_CACHE_DIR": ("/tmp", "torchinductor_*"), "TRITON_CACHE_DIR": ("~/.triton/cache", ""),
-    "FLASHINFER_WORKSPACE_BASE": ("~", ".cache/flashinfer"), "SGLANG_DG_CACHE_DIR": ("~/.cache/deep_gemm", ""),
-}  # fmt: skip
-"""Variable -> (what it is without being set, where under it): the kernels that were compiled on this host."""
 
 
 class Finding(NamedTuple):
     """`text`: the fact; where something is amiss also what it costs, and the remedy."""
 
-    level: Level
+    level: str
     what: str
     text: str
 
@@ -71,15 +67,16 @@ def settings(s: RunSettings) -> Iterator[Finding]:
 
 
 def gpus(s: RunSettings) -> Iterator[Finding]:
-    there, engines = gpu_names(), s.sglang.engine == "sglang"
+    there, kind = gpu_names(), s.flat.engine_kind
+    engines = kind.needs_gpu
     trains = not s.launch.debug_rollout_only
     own = set(range(s.perf.actor_num_gpus_per_node)) if trains else set()
     need = len(own | set(s.sglang.rollout_gpu_ids)) if engines else len(own)
     if len(there) >= need and there:
         yield Finding("ok", "gpus", f"{len(there)} ({', '.join(sorted(set(there)))}), {need} needed")
     elif engines:
-        remedy = "use fewer (--rollout-num-gpus, --actor-num-gpus-per-node, --colocate), or --engine embedded on a CPU"
-        yield Finding("wrong", "gpus", f"{len(there)} here, {need} needed: SGLang does not start; {remedy}")
+        remedy = f"use fewer (--rollout-num-gpus, --actor-num-gpus-per-node, --colocate), or --engine {DEFAULT.name} on a CPU"
+        yield Finding("wrong", "gpus", f"{len(there)} here, {need} needed: {kind.title or kind.name} does not start; {remedy}")
     elif there:
         yield Finding("wrong", "gpus", f"{len(there)} here, {need} needed: ranks do not start; lower --actor-num-gpus-per-node")
     else:
@@ -102,9 +99,8 @@ def kernels(s: RunSettings) -> Iterator[Finding]:
         else:
             yield Finding("note", "attention", "no sgl-kernel, so torch's FlashAttention 2: a step takes about 8 % longer at 0.6B "
                           "on an H200; install miles-async[sglang] beside. The flash-attn package would add nothing")  # fmt: skip
-    if s.sglang.engine == "sglang":
-        yield from _serving(s)
-    if on_gpu and (s.flat.train_ranks > 1 or s.sglang.update_weight_transport == "nccl"):
+    yield from (Finding(*lack) for lack in s.flat.engine_kind.findings(s.flat, HostFacts(version, human_bytes, len(gpu_names()))))
+    if on_gpu and (s.flat.train_ranks > 1 or s.flat.transport_kind.broadcasts):
         nccl = next((found for n in (13, 12) if (found := version(f"nvidia-nccl-cu{n}"))), "")
         other = "the system's: versions must be alike on all hosts"
         yield Finding("ok" if nccl else "note", "nccl", nccl or f"no nvidia-nccl package beside torch, so {other}")
@@ -123,8 +119,8 @@ def _megatron(s: RunSettings, torch: str, on_gpu: bool) -> Iterator[Finding]:
     if not engine:
         level: Level = "wrong" if s.parallel.context_parallel_size > 1 else "note"
         yield Finding(level, "transformer-engine", "not installed: layers run as plain torch, unfused; no context parallelism, "
-                      "grouped experts, fused rotations or precision-aware optimizer; install transformer-engine[pytorch]==2.12.0 "
-                      "for torch 2.11")  # fmt: skip
+                      "grouped experts, fused rotations or precision-aware optimizer; "
+                      "install transformer-engine[pytorch,core_cu13]==2.12.0 for torch 2.11")  # fmt: skip
     elif torch.startswith(ENGINE_FOR_TORCH[0]) and not engine.startswith(ENGINE_FOR_TORCH[1]):
         text = f"{engine} with torch {torch}: 2.14 to 2.17 want newer cuBLAS or cuDNN than it brings; 2.12.0 was tried"
         yield Finding("note", "transformer-engine", text)
@@ -132,35 +128,11 @@ def _megatron(s: RunSettings, torch: str, on_gpu: bool) -> Iterator[Finding]:
         yield Finding("ok", "transformer-engine", engine)
 
 
-def _serving(s: RunSettings) -> Iterator[Finding]:
-    found = version("sglang")
-    if not found and not s.sglang.sglang_server_command:
-        yield Finding("wrong", "sglang", "not installed in this Python: no engine starts; install miles-async[sglang]")
-        return
-    number = tuple(int(n) for n in re.findall(r"\d+", found)[:3])
-    old = bool(found) and number < SGLANG
-    text = f"{found} is older than 0.5.12, with which everything was tried; upgrade it" if old else found or "by a command of yours"
-    yield Finding("note" if old else "ok", "sglang", text)
-    if s.sglang.use_router and s.sglang.sglang_router_ip is None and not version("sglang-router"):
-        yield Finding("wrong", "sglang-router", "not installed: requests are not shared out; install it, or set --no-use-router")
-    if _fp8(s) and util.find_spec("deep_gemm") is None and util.find_spec("sgl_deep_gemm") is None:
-        yield Finding("note", "deep-gemm", "not installed: SGLang multiplies block-scaled FP8 by Triton or CUTLASS, slower; it "
-                      "comes with SGLang's CUDA wheels")  # fmt: skip
-    held = {name: _bytes_in(Path(os.environ.get(name) or base).expanduser(), under) for name, (base, under) in CACHES.items()}
-    full = ", ".join(f"{name.split('_')[0].lower()} {human_bytes(n)}" for name, n in held.items() if n)
-    if nvcc := shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"):
-        yield Finding("ok", "kernel cache", f"nvcc is {nvcc}; cached: {full or 'nothing, so a first boot takes minutes longer'}")
-    else:
-        yield Finding("note", "kernel cache", f"no nvcc on PATH or in CUDA_HOME, cached: {full or 'nothing'}. Kernels that SGLang "
-                      "compiles at boot come from its caches or not at all; install nvcc of torch's CUDA, copy the caches of "
-                      "a host with nvcc, or choose kernels that need none (--sglang-attention-backend triton)")  # fmt: skip
-
-
 def memory(s: RunSettings) -> Iterator[Finding]:
     """Host memory, shared memory, disk: bytes of a run at its largest."""
     weights = 2 * parameters(_model(s)).total
     shm = Path("/dev/shm")
-    if weights and shm.is_dir() and s.sglang.update_weight_transport == "disk":
+    if weights and shm.is_dir() and s.flat.transport_kind.whole:
         yield _room("shared memory", shutil.disk_usage(shm).free, 4 * weights, "two versions of the weights, in float32",
                     "versions are published on the disk, which is slower; docker run --shm-size=", "note")  # fmt: skip
     if weights and not s.ckpt.no_save:
@@ -270,22 +242,9 @@ def _model(s: RunSettings) -> Path:
     return Path(s.model.hf_checkpoint)
 
 
-def _fp8(s: RunSettings) -> bool:
-    try:
-        config: Any = json.loads((_model(s) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "quantization_config" in config
-
-
 def _existing(path: Path) -> Path:
     """The nearest folder above that is there."""
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.is_dir())
-
-
-def _bytes_in(base: Path, under: str) -> int:
-    roots = base.glob(under) if under else (base,)
-    return sum(file.stat().st_size for root in roots if root.is_dir() for file in root.rglob("*") if file.is_file())
 
 
 async def _ask(url: str) -> tuple[ServerFacts, tuple[str, ...]]:

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,12 @@ from miles_async.launcher.env_report import write_env_report
 from miles_async.launcher.eval_sets import is_evaluating
 from miles_async.launcher.hooks import PROBES
 from miles_async.launcher.joined import let_go
-from miles_async.launcher.local import LocalPlacer, fork_servers
+from miles_async.launcher.local import fork_servers
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.place import Place, bus_config
 from miles_async.launcher.plan import actor_spec, recorder_spec, room_specs
 from miles_async.launcher.preflight import check_prompt_lengths, preflight
 from miles_async.launcher.prepare import check_host, check_same, free_weights, place_of, prepare_bus, token_counter
-from miles_async.launcher.ray_strangers import refuse_strangers
 from miles_async.launcher.resume import finished_step
 from miles_async.launcher.supervisor import ASKED_S, Placer, RunFailed, Supervisor, furthest_step
 from miles_async.settings.redis_need import memory_note, redis_need
@@ -69,7 +69,7 @@ def train(settings: RunSettings) -> int:
     """Run to the end; exit status 0 done or drained, 1 failed, 2 when an actor refused what it was given, 75 (EXIT_BUS_GONE) when
     the bus was away for longer than its deadline."""
     check_host(settings)
-    servers = fork_servers() if settings.launch.launcher == "local" else {}
+    servers = fork_servers(settings.flat.engine_kind.loads) if settings.flat.launcher_kind.forks else {}
     try:
         return _checked(settings, servers)
     finally:
@@ -83,10 +83,7 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     found = preflight(settings, probes=PROBES)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    if settings.launch.launcher == "ray":
-        from miles_async.launcher.ray_cluster import connect
-
-        connect(settings)  # a builtin model takes half a minute: who cannot join hears it before
+    import_module(settings.flat.launcher_kind.module).join_cluster(settings)
     place = place_of(settings)
     run_dir = Path(place.run_dir)
     if (ended := finished_run(run_dir)) is not None and ended.finished >= place.num_rollout:
@@ -100,20 +97,11 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     counter = token_counter(settings, Path(place.model_dir))
     check_prompt_lengths(settings, found.prompts, counter, found.model_context)
     with only_launcher(run_dir, settings.launch.name), in_use(Path(place.weights_dir).parent):
-        placers = placers_of(settings, place, servers)
+        threads = {"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads}
+        placers = import_module(settings.flat.launcher_kind.module).placer_of(settings, place, threads, servers)
         if settings.launch.env_report:
             write_env_report(run_dir)
         return run_loop(_train(settings, place, run_dir, placers, servers))
-
-
-def placers_of(settings: RunSettings, place: Place, servers: Mapping[str, ForkServer]) -> Callable[[Bus], Placer]:
-    """What makes the Placer of --launcher: on this host, or Ray's. `servers`: processes to fork actors from."""
-    threads = {"trainer": settings.perf.trainer_threads, "generation": settings.perf.engine_threads}
-    if settings.launch.launcher == "local":
-        return lambda _: LocalPlacer(Path(place.run_dir), threads=threads, servers=servers)
-    from miles_async.launcher.ray_placer import RayPlacer
-
-    return lambda bus: RayPlacer(settings, place, threads, partial(refuse_strangers, bus))
 
 
 async def _train(

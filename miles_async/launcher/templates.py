@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from actors.generation.endpoint.rehearsal import rehearse_dialogue, rehearse_tools
 from actors.runtime.chat import BadChat, BadTokenizer, Chat
 from actors.runtime.parts import parts_of
 from actors.runtime.prompts import Tokenizer
-from actors.runtime.rows import PlacedRow
+from actors.runtime.rows import PlacedRow, value_at
 from actors.runtime.run import Refused
 from actors.runtime.tools import SHIPPED
 from miles_async.launcher.plan import training_data
@@ -35,8 +36,10 @@ def check_template(settings: RunSettings, rows: Sequence[PlacedRow]) -> tuple[st
     what is worth knowing. A builtin model is not made yet, and its template is ours."""
     r, flat = settings.rollout, settings.flat
     agent = r.custom_agent_function_path is not None
-    if settings.model.builtin_name is not None or not (r.apply_chat_template or agent):
+    if settings.model.builtin_name is not None:
         return ()
+    if not (r.apply_chat_template or agent):
+        return tuple(_template_left_out(settings, rows))
     directory, notes = Path(settings.model.hf_checkpoint), list[str]()
     try:
         chat = chat_of(settings, directory)
@@ -58,6 +61,45 @@ def check_template(settings: RunSettings, rows: Sequence[PlacedRow]) -> tuple[st
     if not flat.supervised or flat.evaluates:
         notes += _ends_told(settings, directory, template_ends(settings, chat))
     return tuple(notes)
+
+
+def _template_left_out(settings: RunSettings, rows: Sequence[PlacedRow]) -> Iterator[str]:
+    """One note where an instruct model gets plain texts as they stand: it answers best behind its template. Not of a base model,
+    whose end of sequence is not the template's end of a turn, of texts that were rendered before, and where a program or the data's
+    own responses say what stands behind a prompt."""
+    r, directory = settings.rollout, Path(settings.model.hf_checkpoint)
+    texts = [text for text in (_text_at(placed.row, r.input_key) for placed in rows[:RENDERED_ROWS]) if text is not None]
+    if settings.flat.supervised or r.custom_generate_function_path or settings.flat.own_rollout_function or not texts:
+        return
+    if not _has_template(directory):
+        return
+    try:
+        chat = chat_of(settings, directory)
+        ends = set(template_ends(settings, chat))
+    except BadChat:  # without the flag the template is nobody's business
+        return
+    rendered = any(mark and mark in text for mark in chat.traits.marks.values() for text in texts[:1])
+    if ends & set(model_ends(directory)) and not rendered:
+        yield (
+            f"{directory} is tuned to dialogues (it has a chat template and ends at its end of a turn), and prompts are given to "
+            "it as plain texts: add --apply-chat-template, which makes a user's message of each"
+        )
+
+
+def _text_at(row: Mapping[str, Any], key: str) -> str | None:
+    try:
+        found = value_at(row, key)
+    except KeyError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _has_template(directory: Path) -> bool:
+    """By the files alone: most models that have none are told without loading transformers."""
+    if (directory / "chat_template.jinja").exists() or (directory / "chat_template.json").exists():
+        return True
+    config = directory / "tokenizer_config.json"
+    return config.exists() and bool(table_in(config, "hf_checkpoint").get("chat_template"))
 
 
 def _check_dialogues(settings: RunSettings, directory: Path, rows: Sequence[PlacedRow]) -> None:

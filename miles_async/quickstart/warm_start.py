@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from actors.runtime.seeds import seed_for
+from actors.trainer.torch_backend.muon import Muon, like_jordan
 from bus.errors import MilesAsyncError
-from miles_async.quickstart.muon import Muon
 from miles_async.quickstart.task import EOS_ID, PAD_ID, Problem, Task, WarmStart
 
 _IGNORED = -100
@@ -133,7 +133,8 @@ def _learn(model: torch.nn.Module, recipe: WarmStart, pairs: Iterator[Pair]) -> 
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
-    _steps(model, recipe, pairs, recipe.learn_steps, rest, recipe.adam_lr, warmup=50, floor=0.05, muon=Muon(matrices))
+    muon = Muon(matrices, lr=recipe.muon_lr, weight_decay=recipe.weight_decay, scale=like_jordan)
+    _steps(model, recipe, pairs, recipe.learn_steps, rest, recipe.adam_lr, warmup=50, floor=0.05, muon=muon)
 
 
 def _steps(
@@ -158,7 +159,8 @@ def _steps(
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         adam.step()
         if muon is not None:
-            muon.step(lr=recipe.muon_lr * scale, weight_decay=recipe.weight_decay)
+            muon.param_groups[0]["lr"] = recipe.muon_lr * scale
+            muon.step()
         model.zero_grad(set_to_none=True)
 
 

@@ -90,7 +90,7 @@ class FieldSpec(Facts):
         if self.kind == "list":
             return f"a list of {', '.join(self.choices) or _PLURALS[self.item]}"
         if self.shipped:
-            return f"one of {', '.join(self.shipped)}, or package.module.function"
+            return f"one of {', '.join(self.shipped)}, or {'my.module:RECORD' if self.record else 'package.module.function'}"
         bounds = " and ".join(f"{sign} {bound:g}" for sign, _, bound in self.bounds)
         if self.auto is not None:
             return f"auto or {_HINTS[self.kind]} > {self.auto}"

@@ -23,10 +23,12 @@ def check_model(settings: RunSettings) -> dict[str, Any]:
     """The model's config.json; empty for a builtin model."""
     config: dict[str, Any] = {}
     if settings.model.builtin_name is not None:
+        from miles_async.quickstart.fetched import FETCHED
         from miles_async.quickstart.tasks import TASKS
 
-        if settings.model.builtin_name not in TASKS:
-            remedy = f"Builtin models: {', '.join(f'builtin:{name}' for name in sorted(TASKS))}."
+        known = sorted({*TASKS, *FETCHED})
+        if settings.model.builtin_name not in known:
+            remedy = f"Builtin models: {', '.join(f'builtin:{name}' for name in known)}."
             raise settings.flat.refusal("hf_checkpoint", "no such builtin model", remedy)
     else:
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")
@@ -51,7 +53,7 @@ def check_run_dir(settings: RunSettings) -> None:
     remedy = "Choose a shorter or another --runs-dir or --name, which this user may write."
     if why := not_writable(settings.run_dir):
         raise settings.flat.refusal("runs_dir", why, remedy)
-    if settings.launch.launcher == "ray":
+    if settings.flat.launcher_kind.spreads:
         return  # the nodes on which the rooms are placed are asked then
     for unit in WRITES:
         for name, folder in folders_of(settings, unit).items():

@@ -1,5 +1,6 @@
 """Rules of engines on the trainer's GPUs (--colocate, --lend-trainer-gpus): who is there, and what they give back."""
 
+from actors.generation.engines.records import OF_MILES
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import Flat
 
@@ -48,14 +49,11 @@ def engines_are_where_the_trainer_is(s: Flat) -> None:
     ours = s.actor_num_gpus_per_node
     if not s.colocate:
         return
-    if s.engine == "external":
-        why = "engine is 'external', whose memory is not ours to give"
-        raise s.refusal("colocate", why, "Set --engine sglang, or leave out --colocate.")
-    if s.update_weight_transport == "nccl":
-        why = "NCCL joins no two processes on one GPU (colocate = true)"
-        raise s.refusal("update_weight_transport", why, "Set --update-weight-transport ipc or disk.")
-    if s.engine != "sglang" or (s.launcher == "ray" and s.actor_num_nodes > 1):  # which is refused whatever its engines are
-        return
+    if s.engine_kind.attached:
+        why = f"engine is {s.engine!r}, whose memory is not ours to give"
+        raise s.refusal("colocate", why, f"Set --engine {OF_MILES.name}, or leave out --colocate.")
+    if not s.engine_kind.needs_gpu or (s.launcher_kind.spreads and s.actor_num_nodes > 1):
+        return  # which is refused whatever its engines are
     if ours % s.rollout_num_gpus_per_engine:
         why = f"with colocate an engine has GPUs of one node of the trainer, actor_num_gpus_per_node = {ours}"
         raise s.refusal("rollout_num_gpus_per_engine", why, f"Set it to a divisor of {ours}.")
@@ -90,10 +88,10 @@ def gpus_can_be_lent(s: Flat) -> None:
     ):
         if getattr(s, name):
             raise s.refusal("lend_trainer_gpus", f"{why} ({name} is set)", "Leave it out.")
-    if s.launcher == "ray":
+    if s.launcher_kind.spreads:
         raise s.refusal("lend_trainer_gpus", "Ray gives a GPU to one process (launcher = ray)", "Set --launcher local.")
-    if s.engine == "external" or not s.num_generation_workers:
-        what = "engines that run elsewhere are not ours to start here (engine = external)" if s.engine == "external" else (
+    if (elsewhere := s.engine_kind.attached) or not s.num_generation_workers:
+        what = f"engines that run elsewhere are not ours to start here (engine = {s.engine})" if elsewhere else (
             "a run whose only engines are lent would wait for ever (num_generation_workers = 0)"
         )  # fmt: skip
         raise s.refusal("lend_trainer_gpus", what, "Leave it out, or give the run engines of its own.")
@@ -102,7 +100,7 @@ def gpus_can_be_lent(s: Flat) -> None:
         each = f"rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine}"
         what = f"only a trainer on one host, with GPUs for at least one engine, can lend them ({sizes}; {each})"
         raise s.refusal("lend_trainer_gpus", what, "Leave it out.")
-    if s.offload_train and s.update_weight_transport == "nccl" and not s.update_weight_copy:
+    if s.offload_train and s.transport_kind.passes and not s.update_weight_copy:
         what = "engines may still take a version from the weights themselves (update_weight_copy = false) when GPUs are lent"
         raise s.refusal("offload_train", what, "Leave out --offload-train or --no-update-weight-copy.")
 

@@ -6,13 +6,18 @@ Nothing here looks at the outside. Order matters only where a derivation reads a
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from actors.runtime.transports.records import DISK, IPC
 from actors.trainer.objective_estimators import ESTIMATORS
 from miles_async.settings.errors import refusal
+from miles_async.settings.groups.model import is_made_here
+from miles_async.settings.kinds import engine_of
+from miles_async.settings.launchers import LAUNCHERS
 from miles_async.settings.megatron_fields import asked_for
 
 Values = dict[str, Any]
 TOKEN_MEAN, CONSTANT_SUM = "token-mean", "seq-mean-token-sum-norm"
 SUPERVISED = ("sft", "sft_loss")
+SERVED = "sglang"  # Miles' word for a teacher that a server answers for
 KEEP_ALL, NONZERO_STD = "none", "check_reward_nonzero_std"
 
 
@@ -59,24 +64,6 @@ def _divisor(total: int, near: int) -> int:
     return next(d for d in range(min(near, total), 0, -1) if total % d == 0)
 
 
-def _workers(v: Values) -> int:
-    """Engines: those given, those that the GPUs make, or two embedded ones."""
-    if v["engine"] == "none":
-        return 1
-    if v["engine"] == "external":
-        return len(v["rollout_external_engine_addrs"])
-    if v["engine"] == "sglang" and v["colocate"]:
-        return int(v["actor_num_gpus_per_node"]) // int(v["rollout_num_gpus_per_engine"])
-    if v["engine"] == "sglang":
-        each = int(v["rollout_num_gpus_per_engine"])
-        return int(v.get("rollout_num_gpus") or each) // each
-    return 2
-
-
-def _gpus(v: Values) -> int:
-    return int(v["num_generation_workers"]) * int(v["rollout_num_gpus_per_engine"]) if v["engine"] == "sglang" else 0
-
-
 def _gpu_ids(v: Values) -> tuple[int, ...]:
     """The trainer's GPUs come first, if it has its own."""
     first = 0 if v["colocate"] or v["debug_rollout_only"] else int(v["actor_num_gpus_per_node"])
@@ -84,7 +71,8 @@ def _gpu_ids(v: Values) -> tuple[int, ...]:
 
 
 def _router(v: Values) -> bool:
-    several = v["engine"] == "sglang" and v["num_generation_workers"] > 1 and v["launcher"] == "local"  # engines of one host
+    alike = engine_of(v["engine"]).behind_router
+    several = alike and v["num_generation_workers"] > 1 and not LAUNCHERS[v["launcher"]].spreads  # engines of one host
     # Paused in place, engines need to be without one, and workers share the load anyway.
     wanted = several and (v["pause_generation_mode"] != "in_place" or bool(v["router_args"]))
     wanted = wanted and v["tail_slots"] is None  # which are of one worker
@@ -109,10 +97,8 @@ def _lookahead(v: Values) -> int:
 
 
 def _tolerance(v: Values) -> float:
-    """Of log-probs under equal weights: the embedded engine runs the trainer's model in float32."""
-    if v["true_on_policy_mode"]:
-        return 1e-9
-    return 1e-4 if v["engine"] == "embedded" and v["model_dtype"] == "float32" else 0.03
+    """Of log-probs under equal weights."""
+    return 1e-9 if v["true_on_policy_mode"] else engine_of(v["engine"]).tolerance(v)
 
 
 def _under(folder: str | None, rest: str) -> str | None:
@@ -164,14 +150,14 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("policy_loss", _policy_loss),
     ("normalize_advantages", lambda v: ESTIMATORS[v["advantage_estimator"]].whitens),
     ("critic_lr", lambda v: v["lr"]),
-    ("opd_type", lambda v: "sglang" if v["opd_teacher_urls"] else "megatron"),
+    ("opd_type", lambda v: SERVED if v["opd_teacher_urls"] else "megatron"),
     ("offload", lambda v: v["colocate"]),
     ("offload_train", lambda v: v["offload"]),
     ("offload_rollout", lambda v: v["offload"]),
     ("lend_mem_fraction", lambda v: 0.7 if v["offload_train"] else 0.4),
-    ("update_weight_transport", lambda v: "ipc" if v["colocate"] else "disk"),
-    ("num_generation_workers", _workers),
-    ("rollout_num_gpus", _gpus),
+    ("update_weight_transport", lambda v: IPC.name if v["colocate"] else DISK.name),
+    ("num_generation_workers", lambda v: engine_of(v["engine"]).workers(v)),
+    ("rollout_num_gpus", lambda v: engine_of(v["engine"]).gpus(v)),
     ("rollout_gpu_ids", _gpu_ids),
     ("use_router", _router),
 )
@@ -181,7 +167,7 @@ def fill(given: Values, defaults: Values, *, run_name: str, gpu: bool) -> Values
     """All fields: `given` over `defaults` over derivations. `gpu`: whether this host has one. Raises SettingsError when the four
     knobs disagree."""
     values = {**defaults, **given}
-    values.setdefault("model_dtype", "bfloat16" if gpu and not values["hf_checkpoint"].startswith("builtin:") else "float32")
+    values.setdefault("model_dtype", "bfloat16" if gpu and not is_made_here(values["hf_checkpoint"]) else "float32")
     values.setdefault("name", run_name)
     values.setdefault("use_dynamic_batch_size", "micro_batch_size" not in given)
     if values["use_dynamic_global_batch_size"]:

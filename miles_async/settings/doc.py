@@ -35,6 +35,8 @@ class Facts:
     """Of a live field: it is derived again after each change of others, and not changed itself."""
     shipped: tuple[str, ...] = ()
     """Names that it may have beside dotted paths of the user's own; empty: any text."""
+    record: bool = False
+    """Beside `shipped` it is the path of a record of the user's own."""
     secret: bool = False
     """It stays off the bus."""
     ours: bool = False

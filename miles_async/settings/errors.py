@@ -10,10 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 _NO_VALUE = object()
 P = ParamSpec("P")
 R = TypeVar("R")
-GONE = {
-    "update_weight_delta": "It saved nothing: updates change every matrix. Set --update-weight-transport nccl, or ipc on one host."
-}
-"""Settings of former releases, and what to do instead."""
 
 
 def parsed(read: Callable[[str], Any], text: str) -> Any:
@@ -83,10 +79,8 @@ def show(value: object) -> str:
 
 
 def nearest(name: str, valid: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """A sentence naming what stands in place of `name`, or the valid name closest to it; empty when none is close. `cutoff`: how
-    alike they are at least, 1 = the same."""
-    if (instead := GONE.get(name.removeprefix("--").removeprefix("no-").replace("-", "_"))) is not None:
-        return instead
+    """A sentence with the valid name closest to `name`; empty when none is close. `cutoff`: how alike they are at least, 1 = the
+    same."""
     close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return f"Did you mean {close[0]}?" if close else ""
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from actors.generation.engines.kind import EngineKind
+from actors.runtime.transports.kind import TransportKind
 from actors.trainer.objective_estimators import ESTIMATORS, Estimator
 from miles_async.settings.derive import SUPERVISED, needs_whole_groups, solve_four_knobs
 from miles_async.settings.errors import SettingsError
+from miles_async.settings.kinds import engine_of, transport_of
+from miles_async.settings.launchers import LAUNCHERS, LauncherKind
 
 Correction = Literal["none", "tis", "icepop", "mis", "decoupled", "rollout_logprobs"]
 HOOK_FIELDS = (
@@ -97,6 +101,21 @@ class Flat:
         return ESTIMATORS[self.advantage_estimator]
 
     @property
+    def engine_kind(self) -> EngineKind:
+        """The record of the engine."""
+        return engine_of(self.engine)
+
+    @property
+    def transport_kind(self) -> TransportKind:
+        """The record of the way of weights."""
+        return transport_of(self.update_weight_transport)
+
+    @property
+    def launcher_kind(self) -> LauncherKind:
+        """The record of the launcher."""
+        return LAUNCHERS[self.launcher]
+
+    @property
     def distills(self) -> bool:
         """Whether a teacher is asked at all."""
         return bool(self.use_opd or self.estimator.teacher)
@@ -146,7 +165,7 @@ class Flat:
     @property
     def lent_workers(self) -> tuple[str, ...]:
         """Workers whose engines have the trainer's GPUs while it lends them."""
-        each = self.rollout_num_gpus_per_engine if self.engine == "sglang" else 1
+        each = self.rollout_num_gpus_per_engine if self.engine_kind.needs_gpu else 1
         return tuple(f"lent-{i}" for i in range(self.actor_num_gpus_per_node // each)) if self.lend_trainer_gpus else ()
 
     @property

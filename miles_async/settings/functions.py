@@ -8,14 +8,31 @@ from miles_async.settings.flat import BATCH, Flat
 
 HOOK = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
 """package.module.function or FILE.py:function."""
+RECORD = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*|.+\.py:[A-Za-z_]\w*")
+"""package.module:RECORD too."""
 FORMS = "Write package.module.function or file.py:function."  # what load_hook takes
 
 
+SCORE = (
+    "Name a rule (--rm-type math, exact_match, ...), a function of yours (--custom-rm-path FILE.py:NAME) or a service "
+    "(--rm-type remote_rm --rm-url URL)."
+)
+"""What scores; docs/data.md has the rules."""
+PROGRAMS = ("custom_generate_function_path", "custom_agent_function_path", "environment_path")
+"""What of the user's may give its samples their reward itself."""
+
+
+def scores_itself(s: Flat) -> bool:
+    """Whether something else than a rule scores, or may: a function or program of the user's; or nothing needs to be scored."""
+    programs = bool(s.own_rollout_function) or any(s.values[name] is not None for name in PROGRAMS)
+    return s.custom_rm_path is not None or programs or (s.supervised and not s.evaluates)
+
+
 def rewards_have_a_source(s: Flat) -> None:
-    if s.custom_rm_path is not None or (s.supervised and not s.evaluates):
+    if s.custom_rm_path is not None:
         return
-    if s.rm_type is None and s.metadata_key is None:
-        raise s.refusal("rm_type", "nothing scores the samples", "Set --rm-type NAME or --custom-rm-path PATH.")
+    if s.rm_type is None and s.metadata_key is None and not scores_itself(s):
+        raise s.refusal("rm_type", "nothing scores the samples", SCORE)
     if s.rm_type is not None and "." in s.rm_type:
         raise s.refusal("rm_type", "not the name of a shipped rule", "Give a function of your own as --custom-rm-path.")
     if s.rm_type in ("remote_rm", "boxed_remote_rm") and not s.rm_url:

@@ -19,7 +19,7 @@ from miles_async.settings.addresses import take_password
 from miles_async.settings.catalog import NO_DEFAULT, FieldSpec, catalog, groups, names, passed_on
 from miles_async.settings.derive import fill
 from miles_async.settings.errors import Refusals, SettingsError, nearest, parsed
-from miles_async.settings.functions import HOOK
+from miles_async.settings.functions import HOOK, RECORD
 from miles_async.settings.miles import as_ours
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
@@ -268,7 +268,8 @@ def coerce(spec: FieldSpec, value: object, where: str, *, text: bool = False) ->
         raise SettingsError("too large for a message", field=where, value=value, remedy=f"It must be {spec.expected}.")
     if isinstance(result, str):
         result = as_ours(spec.name, result)
-    if spec.shipped and isinstance(result, str) and result not in spec.shipped and not HOOK.fullmatch(result):
+    form = RECORD if spec.record else HOOK
+    if spec.shipped and isinstance(result, str) and result not in spec.shipped and not form.fullmatch(result):
         close = nearest(result, spec.shipped) or f"It must be {spec.expected}."
         raise SettingsError("no such name", field=where, value=value, remedy=close)
     if result == "" or (spec.kind == "list" and "" in result):

@@ -7,8 +7,9 @@ it. Always true: of a flag that Miles has too, the default is the same, or it st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from actors.generation.engines.records import DEFAULT, ENGINES, OF_MILES
 from miles_async.settings.catalog import catalog
 from miles_async.settings.derive import SUPERVISED
 from miles_async.settings.flat import FULLY_ASYNC, is_own
@@ -27,6 +28,11 @@ class Said(NamedTuple):
     def of(program: str, values: Sequence[FlagValue], flags: Sequence[str]) -> Said:
         """The last of repeated flags counts."""
         return Said(program, {value.spec.name: value.words for value in values}, frozenset(flags))
+
+    def beside(self, file: Mapping[str, Any]) -> Said:
+        """With the settings of a file, over which flags count."""
+        told = {name: (str(value).lower() if isinstance(value, bool) else str(value),) for name, value in file.items()}
+        return self._replace(values={**told, **self.values})
 
     def one(self, field: str, other: str = "") -> str:
         """The first word of a field, or `other` where it is left out."""
@@ -59,6 +65,11 @@ class Said(NamedTuple):
         if is_own(path := self.one("rollout_function_path"), FULLY_ASYNC):
             return f"--rollout-function-path {path}"
         return "train_async.py" if self.program == "train_async.py" else ""
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether its engines are what Miles has them to be."""
+        return ENGINES.get(self.one("engine", OF_MILES.name), DEFAULT).needs_gpu
 
     @property
     def corrects(self) -> bool:
@@ -106,9 +117,9 @@ def _bound(said: Said) -> tuple[Meant, ...]:
 
 
 MEANT: tuple[Meant, ...] = (
-    Meant("engine", ("sglang",), "Miles has no other; --engine embedded is for a CPU"),
-    Meant("train_backend", ("megatron",), "Miles' default", lambda said: said.one("engine", "sglang") == "sglang"),
-    Meant("model_dtype", ("bfloat16",), "Miles trains in no other", lambda said: said.one("engine", "sglang") == "sglang"),
+    Meant("engine", (OF_MILES.name,), f"Miles has no other; --engine {DEFAULT.name} is for a CPU"),
+    Meant("train_backend", ("megatron",), "Miles' default", lambda said: said.on_gpus),
+    Meant("model_dtype", ("bfloat16",), "Miles trains in no other", lambda said: said.on_gpus),
     Meant("launcher", ("ray",), "the trainer is on several nodes, which Ray joins in Miles", _several_nodes),
     Meant("actor_num_gpus_per_node", ("8",), "Miles' default"),
     Meant("dynamic_sampling_filter_path", ("none",), "Miles filters no group unless told to"),

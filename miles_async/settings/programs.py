@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 
+from actors.generation.engines.records import DEFAULT
 from miles_async.settings.catalog import PREFIXES
 from miles_async.settings.doc import PassedOn
 from miles_async.settings.errors import SettingsError
@@ -32,10 +33,6 @@ except SystemExit:
 names = [name[2:] for action in parser._actions for name in action.option_strings if name[:2] == "--"]
 print("\\n" + json.dumps([names, "".join(refused)]))
 """
-_SERVER = _PARSER.format(
-    load="from sglang.srt.server_args import ServerArgs",
-    fill='ServerArgs.add_cli_args(parser); sys.argv[1:1] = ["--model-path", "-"]',
-)
 _ROUTER = _PARSER.format(
     load="from sglang_router.router_args import RouterArgs",
     fill="RouterArgs.add_cli_args(parser, use_router_prefix=False)",
@@ -46,16 +43,20 @@ def check_programs(s: Flat, *, dry_run: bool = False) -> list[str]:
     """SGLang and the router are installed where we start them, and know the flags that are passed on. Returns what could not be
     told here; a dry run may be made where they are not installed."""
     unchecked: list[str] = []
-    if s.engine == "sglang" and not s.sglang_server_command:
-        if dry_run and importlib.util.find_spec("sglang") is None:
-            unchecked.append("sglang is not installed in this Python: --sglang-* flags are not verified, and a start is refused")
+    kind, flags = s.engine_kind, f"{PREFIXES['server_args'][0]}*"
+    if kind.module and not s.sglang_server_command:
+        if dry_run and importlib.util.find_spec(kind.module) is None:
+            missing = f"{kind.module} is not installed in this Python"
+            unchecked.append(f"{missing}: {flags} flags are not verified, and a start is refused")
             return unchecked
-        _installed("sglang", "engine", s.engine, "Install miles-async[sglang], or choose --engine embedded.")
-        if s.server_args and not _accepted("server_args", s.server_args, _SERVER):
-            unchecked.append("--sglang-* flags are not verified: SGLang's own parser did not answer")
+        package = f"miles-async[{kind.extra}]" if kind.extra else kind.module
+        _installed(kind.module, "engine", s.engine, f"Install {package}, or choose --engine {DEFAULT.name}.")
+        load, fill = kind.parser
+        if s.server_args and not _accepted("server_args", kind.command, s.server_args, _PARSER.format(load=load, fill=fill)):
+            unchecked.append(f"{flags} flags are not verified: {kind.title}'s own parser did not answer")
     if s.use_router and s.sglang_router_ip is None:
         _installed("sglang_router", "use_router", True, "Install sglang-router, or set --no-use-router.")
-        if s.router_args and not _accepted("router_args", s.router_args, _ROUTER):
+        if s.router_args and not _accepted("router_args", "sglang_router.launch_router", s.router_args, _ROUTER):
             unchecked.append("--router-* flags are not verified: the router's own parser did not answer")
     return unchecked
 
@@ -65,10 +66,9 @@ def _installed(module: str, field: str, value: object, remedy: str) -> None:
         raise SettingsError(f"{module} is not installed in this Python", field=field, value=value, remedy=remedy)
 
 
-def _accepted(table: str, values: Mapping[str, PassedOn], script: str) -> bool:
+def _accepted(table: str, program: str, values: Mapping[str, PassedOn], script: str) -> bool:
     """False where it cannot be told."""
     known, refused = _verdict(script, tuple(_words(values)))
-    program = "sglang.launch_server" if table == "server_args" else "sglang_router.launch_router"
     for name in values if known else ():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)

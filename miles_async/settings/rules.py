@@ -7,6 +7,7 @@ Facts that only deserve a hint are `notes`, shown by `--dry-run` and at the star
 import re
 from collections.abc import Callable, Iterator
 
+from actors.generation.engines.records import ATTACHED
 from miles_async.settings import (
     checkpoints,
     colocate,
@@ -85,12 +86,13 @@ def warm_up_is_said_once(s: Flat) -> None:
 
 def engine_addresses_match_the_engine(s: Flat) -> None:
     addrs = s.rollout_external_engine_addrs
-    if s.engine == "external" and not addrs:
+    attached = s.engine_kind.attached
+    if attached and not addrs:
         why = "no addresses of running engines"
         raise s.refusal("engine", why, "Set --rollout-external-engine-addrs HOST:PORT ...")
-    if s.engine != "external" and addrs:
-        raise s.refusal("rollout_external_engine_addrs", f"engine is {s.engine!r}", "Set --engine external.")
-    if s.engine == "external" and s.num_generation_workers != len(addrs):
+    if not attached and addrs:
+        raise s.refusal("rollout_external_engine_addrs", f"engine is {s.engine!r}", f"Set --engine {ATTACHED.name}.")
+    if attached and s.num_generation_workers != len(addrs):
         why = f"{len(addrs)} engine addresses are given, one worker drives one engine"
         raise s.refusal("num_generation_workers", why, "Leave it out.")
     if (s.sglang_router_ip is None) != (s.sglang_router_port is None):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from miles_async.settings.checkpoints import is_torch_dist, model_in
+from miles_async.settings.derive import SERVED
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import Flat
 from miles_async.settings.run import RunSettings
@@ -26,7 +27,7 @@ def distillation_has_one_teacher(s: Flat) -> None:
     if s.use_opd and s.estimator.teacher:
         why = f"advantage_estimator = {s.advantage_estimator!r} counts the teacher already"
         raise s.refusal("use_opd", why, "Keep one of the two.")
-    served = s.opd_type == "sglang"
+    served = s.opd_type == SERVED
     if s.distills and not (s.opd_teacher_urls if served else s.opd_teacher_load):
         why = f"distillation without a teacher (opd_type = {s.opd_type!r})"
         remedy = "Set --opd-teacher-load DIR of the teacher, or --opd-teacher-urls http://HOST:PORT of its server."

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Iterator
 
+from actors.runtime.transports.records import TRANSPORTS
 from miles_async.settings import cluster
 from miles_async.settings.catalog import PREFIXES, names
-from miles_async.settings.errors import nearest, refusal
+from miles_async.settings.errors import listing, nearest, refusal
 from miles_async.settings.flat import Flat
+from miles_async.settings.kinds import refused
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9.]+)*")
 # Flag -> the setting of ours that decides it.
@@ -47,11 +49,13 @@ ROUTER_OWNED: dict[str, str] = {
 
 def engines_match_the_gpus(s: Flat) -> None:
     """rollout_num_gpus = engines * GPUs per engine, and as many ids, each once."""
-    if s.engine != "sglang":
+    kind = s.engine_kind
+    if not kind.takes_flags:
         for field in ("rollout_num_gpus", "server_args", "sglang_server_command", "sglang_fused_sampling"):
-            if s.values[field]:
+            if s.values[field] and not (field == "rollout_num_gpus" and kind.needs_gpu):
                 why = f"it is for SGLang engines, and engine is {s.engine!r}"
                 raise refusal(_flag_of(field, s.values[field]), _word_of(s.values[field]), why, _without_sglang(s.values[field]))
+    if not kind.needs_gpu:
         return
     wanted = s.num_generation_workers * s.rollout_num_gpus_per_engine
     if s.rollout_num_gpus != wanted:
@@ -84,17 +88,16 @@ def _without_sglang(value: object) -> str:
     return remedy
 
 
-def tokens_are_drawn_where_our_function_is(s: Flat) -> None:
-    """sglang_fused_sampling needs servers of this Python, of one GPU each: ranks would not draw alike."""
-    if not s.sglang_fused_sampling:
-        return
-    if s.sglang_server_command:
-        why = "sglang_server_command runs another Python"
-    elif s.rollout_num_gpus_per_engine > 1:
-        why = f"rollout_num_gpus_per_engine is {s.rollout_num_gpus_per_engine}"
-    else:
-        return
-    raise s.refusal("sglang_fused_sampling", why, "Leave it out: SGLang draws by itself.")
+def engines_can_do_what_is_asked(s: Flat) -> None:
+    """What the engine's record says."""
+    kind = s.engine_kind
+    if s.pause_generation_mode not in kind.pauses:
+        raise s.refusal("pause_generation_mode", f"engine {s.engine} cannot pause so", f"Set it to {listing(kind.pauses)}.")
+    if s.transport_kind.asks not in kind.ways and kind.generates:
+        can = listing(name for name, way in TRANSPORTS.items() if way.asks in kind.ways)
+        raise s.refusal("update_weight_transport", f"engine {s.engine} takes no weights so", f"Set it to {can}.")
+    for broken in kind.rules(s):
+        raise refused(broken)
 
 
 def passed_flags_are_not_ours(s: Flat) -> None:
@@ -127,11 +130,13 @@ def router_settings_agree(s: Flat) -> None:
 
 
 def ways_fit_the_transport(s: Flat) -> None:
-    way, fraction = s.update_weight_transport, s.update_weight_wave_fraction
-    if fraction < 1 and way != "disk":
+    way, kind, fraction = s.update_weight_transport, s.transport_kind, s.update_weight_wave_fraction
+    for broken in kind.rules(s):
+        raise refused(broken)
+    if fraction < 1 and not kind.whole:
         why = f"update_weight_transport is {way!r}, which reaches all engines at once"
         raise s.refusal("update_weight_wave_fraction", why, "Leave it out, or set --update-weight-transport disk.")
-    if not s.update_weight_copy and way != "nccl":
+    if not s.update_weight_copy and not kind.passes:
         why = f"update_weight_transport is {way!r}, which cannot send from the weights themselves"
         raise s.refusal("update_weight_copy", why, "Leave it out, or set --update-weight-transport nccl.")
 
@@ -151,7 +156,7 @@ RULES = (
     engines_are_different,
     ways_fit_the_transport,
     engines_match_the_gpus,
-    tokens_are_drawn_where_our_function_is,
+    engines_can_do_what_is_asked,
     passed_flags_are_not_ours,
     router_settings_agree,
     *cluster.RULES,
@@ -169,17 +174,18 @@ def notes(s: Flat) -> Iterator[str]:
         yield "names of --sglang-* flags are not verified: sglang_server_command runs another Python"
     among_others = s.use_router or s.sglang_router_ip is not None
     elsewhere = bool(s.sglang_server_command or s.rollout_external_engine_addrs)
-    if s.engine != "embedded" and s.pause_generation_mode == "in_place" and among_others:
+    kind = s.engine_kind
+    if not kind.exact and s.pause_generation_mode == "in_place" and among_others:
         yield (
             "pause_generation_mode in_place acts like retract behind a router: tokens cannot be counted there at the moment of a "
             "weight update, and a chunk of several could mix two versions"
         )
-    elif s.engine != "embedded" and s.pause_generation_mode == "in_place" and elsewhere:
+    elif not kind.exact and s.pause_generation_mode == "in_place" and elsewhere:
         yield (
             "pause_generation_mode in_place cannot count tokens in an SGLang that this run does not start with its own Python: two "
             "chunks of each running sample count as the older version's at a weight update"
         )
-    if s.engine == "sglang" and len(set(s.rollout_gpu_ids)) < len(s.rollout_gpu_ids):
+    if kind.needs_gpu and len(set(s.rollout_gpu_ids)) < len(s.rollout_gpu_ids):
         yield f"several engines share a GPU (rollout_gpu_ids = {list(s.rollout_gpu_ids)}): give each a part of its memory"
     if s.rollout_num_gpus_per_engine > 1 and "enable-prefill-delayer" in s.server_args:
         yield (
@@ -187,8 +193,9 @@ def notes(s: Flat) -> Iterator[str]:
             "their own clocks when a wait is over"
         )
     shared = sorted(set(s.rollout_gpu_ids) & set(range(s.actor_num_gpus_per_node)))
-    if s.engine == "sglang" and shared and not (s.colocate or s.debug_rollout_only):
+    if kind.needs_gpu and shared and not (s.colocate or s.debug_rollout_only):
         yield (
             f"engines share GPUs {shared} with the trainer and both work at once (rollout_gpu_ids = {list(s.rollout_gpu_ids)}): "
             "give each a part of the memory (--sglang-mem-fraction-static), or let them take turns with --colocate"
         )
+    yield from kind.notes(s)

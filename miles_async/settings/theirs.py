@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from actors.generation.engines.records import DEFAULT, ENGINES, NONE
 from miles_async.settings.derive import SUPERVISED
 from miles_async.settings.flat import PACKAGES, is_own
 
@@ -34,8 +35,9 @@ def in_our_words(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             del found[name]
             told.append(f"{name} = {path} is not called: {why}")
     _distil(found, told)
+    _teach(found, told)
     _supervise(found, told)
-    shares = found.get("colocate") and found.get("engine") == "sglang"
+    shares = found.get("colocate") and ENGINES.get(found.get("engine", ""), DEFAULT).needs_gpu
     if shares and (gpus := found.pop("rollout_num_gpus", None)) is not None:
         told.append(f"rollout_num_gpus = {gpus} has no effect beside colocate: engines have the trainer's GPUs")
     return found, told
@@ -48,9 +50,18 @@ def _supervise(found: dict[str, Any], told: list[str]) -> None:
     left = [name for name in ("debug_train_only", *OF_ENGINES) if name in found]
     for name in left:
         del found[name]
-    found["engine"] = "none"
-    told.append(f"debug_train_only with loss_type {found['loss_type']} is engine = none: no engines are started (without effect: "
-                f"{', '.join(left[1:]) or 'nothing else'})")
+    found["engine"] = NONE.name
+    told.append(f"debug_train_only with loss_type {found['loss_type']} is engine = {NONE.name}: no engines are started (without "
+                f"effect: {', '.join(left[1:]) or 'nothing else'})")
+
+
+def _teach(found: dict[str, Any], told: list[str]) -> None:
+    """Where a teacher speaks of every token, no reward is needed."""
+    teacher = found.get("use_opd") or found.get("advantage_estimator") == "on_policy_distillation"
+    scored = ("rm_type", "custom_rm_path", "metadata_key", "custom_generate_function_path", "custom_agent_function_path")
+    if teacher and not any(map(found.get, scored)):
+        found["rm_type"] = NOTHING
+        told.append(f"rm_type is {NOTHING}: the teacher alone teaches")
 
 
 def _distil(found: dict[str, Any], told: list[str]) -> None:

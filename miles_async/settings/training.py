@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 
+from actors.generation.engines.records import ENGINES, OF_MILES
 from actors.trainer.objective_estimators import ESTIMATORS
 from miles_async.settings.derive import CONSTANT_SUM, TOKEN_MEAN
 from miles_async.settings.errors import parsed, refusal, show
@@ -39,14 +40,19 @@ def supervised_training_has_nothing_to_compare(s: Flat) -> None:
         raise s.refusal("advantage_estimator", f"loss_type {s.loss_type} takes no rewards", "Leave it out.")
 
 
+REPEATS = next(kind.name for kind in ENGINES.values() if kind.repeats)
+
+
 def without_engines_nothing_is_generated(s: Flat) -> None:
-    if s.engine != "none":
+    if s.engine_kind.generates:
         return
     if not s.supervised:
-        raise s.refusal("engine", "only supervised training generates nothing", "Set --engine sglang, or --loss-type sft.")
+        remedy = f"Set --engine {OF_MILES.name}, or --loss-type sft."
+        raise s.refusal("engine", "only supervised training generates nothing", remedy)
     for name in ("eval_prompt_data", "eval_config"):
         if s.values[name]:
-            raise s.refusal(name, "held-out prompts are answered by engines, and engine is 'none'", "Leave one of the two out.")
+            why = f"held-out prompts are answered by engines, and engine is {s.engine!r}"
+            raise s.refusal(name, why, "Leave one of the two out.")
 
 
 def a_loss_belongs_to_its_estimator(s: Flat) -> None:
@@ -69,7 +75,7 @@ def masked_sequences_have_moved(s: Flat) -> None:
 
 
 def ranks_have_work(s: Flat) -> None:
-    if s.actor_num_nodes != 1 and s.train_master is None and s.launcher == "local":
+    if s.actor_num_nodes != 1 and s.train_master is None and not s.launcher_kind.spreads:
         raise s.refusal(
             "actor_num_nodes",
             "this launcher starts the trainer on its own host",
@@ -125,7 +131,7 @@ def equal_logprobs_have_what_they_need(s: Flat) -> None:
         return
     backend = s.server_args.get("attention-backend", "fa3")
     for field, value, wanted in (
-        ("engine", s.engine, "sglang"),
+        ("engine", s.engine, s.engine if s.engine_kind.repeats else REPEATS),
         ("train_backend", "torch" if s.train_backend == "fsdp" else s.train_backend, "torch"),
         ("model_dtype", s.model_dtype, "bfloat16"),
         ("actor_num_gpus_per_node", s.actor_num_gpus_per_node, 1),

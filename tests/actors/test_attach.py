@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from actors.generation.attach import check_served
 from actors.generation.engine import BootRefused
+from actors.generation.engines.sglang.attach import check_served
+from actors.generation.engines.sglang.wire import NEVER_MIXES
 
 
 def config(folder: Path, **values: Any) -> str:
@@ -50,5 +51,5 @@ def test_only_one_token_a_chunk_without_a_detokenizer_is_exact() -> None:
         assert check_served("u", info, "", "").exact is exact
         assert not check_served("u", info, "", "").exact_in_place  # the newest token comes after the pause
         assert check_served("u", info | {"disable_overlap_schedule": True}, "", "").exact_in_place is exact
-    embedded = check_served("u", {"version": "embedded", "stream_interval": 16}, "", "")
+    embedded = check_served("u", {NEVER_MIXES: True, "stream_interval": 16}, "", "")
     assert embedded.exact and embedded.exact_in_place

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.runtime.chat import BadChat, Chat, NotAppendOnly
+from tests.actors.agent_house import make_chat
 
 CHATML = (
     "{% if tools %}<t>{{ tools | length }}</t>{% endif %}"
@@ -107,3 +108,12 @@ def test_template_file_keywords_and_tools_reach_the_rendering(tmp_path: Path) ->
         assert "\n" not in str(caught.value)
     with pytest.raises(BadChat, match="UndefinedError"):
         make(tmp_path, "{{ messages[9].content.x }}").render(said("u 1"))
+
+
+def test_half_a_character_becomes_text(tmp_path: Path) -> None:
+    """JSON in a call's arguments can say it, and no tokenizer takes it."""
+    chat = make_chat(tmp_path)
+    said = [{"role": "user", "content": "a \ud800 b"}]
+    assert chat.decode(chat.render(said)).count("a \\ud800 b") == 1
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"k": "\\udfff"}'}}
+    assert chat.render([*said, {"role": "assistant", "content": "", "tool_calls": [call]}])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.generation.early_kernels import EarlyKernels, missing
-from actors.generation.sglang_server import SGLangServer
+from actors.generation.engines.sglang.early_kernels import EarlyKernels, missing
+from actors.generation.engines.sglang.server import SGLangServer
 from actors.generation.spec import GenerationSpec
 from tests.engine.processes import until_async
 

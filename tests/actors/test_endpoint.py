@@ -21,7 +21,8 @@ from actors.generation.rollouts.session import Task, Trajectory
 from actors.runtime.chat import Chat
 from actors.runtime.hooks import load_hook
 from bus.errors import Poison
-from tests.actors.agent_house import END, TEMPLATE, ScriptedSession, make_chat, task
+from scripts.bench.chat_tokenizer import TEMPLATE, make_chat
+from tests.actors.agent_house import END, ScriptedSession, task
 
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}  # fmt: skip

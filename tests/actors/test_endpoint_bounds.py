@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from functools import partial
 from typing import Any
@@ -12,13 +14,15 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from actors.generation.endpoint import dialogue
 from actors.generation.endpoint.request import ChatBody
 from actors.generation.endpoint.server import INLINE_BYTES, Endpoint
 from actors.generation.endpoint.stream import AnswerStream
 from actors.generation.rollouts.session import Task
 from actors.runtime.chat import Chat
 from bus.errors import Poison
-from tests.actors.agent_house import ScriptedSession, make_chat, task
+from scripts.bench.chat_tokenizer import make_chat
+from tests.actors.agent_house import ScriptedSession, task
 from tests.actors.test_endpoint import play, serving, user
 
 
@@ -104,3 +108,107 @@ async def test_a_call_that_is_never_sent_to_its_end_does_not_hold_up_the_end_of_
         await asyncio.wait([leaving], timeout=10.0)
         assert leaving.done()
     writer.close()
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def called(arguments: str) -> list[Any]:
+    """A dialogue whose call has these arguments, as JSON text."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [user("?"), {"role": "assistant", "content": "", "tool_calls": [call]}, user("and?")]
+
+
+LARGE = "9" * 9000  # an integer that Python writes as no text
+HOSTILE = {
+    "deep names": [{"role": "user", "content": "?", "name": json.loads(nested(200))}],
+    "deep arguments": called(f'{{"a": {nested(300)}}}'),
+    "many stops": ([user("?")], {"stop": [f"s{i}" for i in range(65)]}),
+    "a long stop": ([user("?")], {"stop": "a" * 501, "stream": True}),
+    "deep tools": ([user("?")], {"tools": [{"type": "function", "function": {"name": "f", "x": json.loads(nested(200))}}]}),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+async def test_what_no_template_or_engine_should_walk_is_refused_and_the_episode_goes_on(chat: Chat, what: str) -> None:
+    """Each cost the worker its loop: minutes for a million stops, a tenth of a second and more for a few brackets."""
+    found = HOSTILE[what]
+    messages, more = found if isinstance(found, tuple) else (found, {})
+    async with serving(chat, lambda _: "ok") as served:
+        with pytest.raises(openai.BadRequestError, match=r"at most 64 texts|more than 64 tables and lists"):
+            await served.ask(messages, **more)
+        assert (await served.ask([user("?")], stop=["s"] * 64)).choices[0].message.content == "ok"
+
+
+@pytest.mark.parametrize("arguments", ['{"k": "\\ud800"}', f'{{"k": {LARGE}}}', '{"k": NaN}', '{"k": 1e999}', nested(100_000)])
+async def test_arguments_that_are_no_text_or_no_number_are_the_clients_affair(chat: Chat, arguments: str) -> None:
+    """Half a character in a text within a text ended in 500, and so the sample's program, and with enough of them the run."""
+    async with serving(chat, lambda _: "ok") as served:
+        try:
+            answer = await served.ask(called(arguments))
+        except openai.BadRequestError:
+            return
+        assert answer.choices[0].message.content == "ok"
+
+
+async def test_whatever_a_tokenizer_or_a_template_fails_at_is_a_refused_call(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> list[int]:
+        raise ZeroDivisionError("of a tokenizer")
+
+    async with serving(chat, lambda _: "ok") as served:
+        with monkeypatch.context() as patched:
+            patched.setattr(chat, "encode", broken)
+            with pytest.raises(openai.BadRequestError, match="cannot be used: ZeroDivisionError"):
+                await served.ask([user("?")])
+        assert (await served.ask([user("?")])).choices[0].message.content == "ok"
+        assert served.counts["calls_refused"] == 1
+
+
+async def test_a_body_for_which_no_context_has_room_is_not_read(chat: Chat) -> None:
+    """60 MB of brackets held the interpreter for 8 s to a minute; a loop that stands for 30 s ends its worker."""
+    async with serving(chat, lambda _: "ok", context=100) as served:
+        with pytest.raises(openai.BadRequestError, match="a body of more than 1,048,576 bytes"):
+            await served.ask([user("x" * (1 << 20))])
+        assert served.episode.spent, "an agent that ends by it has ended as it likes"
+        with pytest.raises(openai.BadRequestError, match="leave no space in a context of 100"):
+            await served.ask([user("x" * 900_000)])
+
+
+@pytest.mark.parametrize(("context", "most"), [(0, 16 << 20), (1000, 1 << 20), (100_000, 3_200_000), (10_000_000, 16 << 20)])
+def test_the_largest_body_follows_from_the_context(chat: Chat, context: int, most: int) -> None:
+    assert Endpoint(chat, "hermes", lambda *_: None, context=context)._most_bytes == most
+
+
+async def test_a_stream_that_nobody_reads_is_given_up_and_the_answer_stays(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is under way is no idle agent: the episode had no end."""
+    monkeypatch.setattr(AnswerStream, "unread_s", 0.2)
+    long = "word " * 4000
+    body = json.dumps({"model": "policy", "stream": True, "logprobs": True, "n": 6, "messages": [user("?")]}).encode()
+    session = ScriptedSession(chat, task(max_new_tokens=200_000), lambda _: long, chunk=10_000)
+    async with Endpoint(chat, "hermes", lambda *_: None) as endpoint:
+        async with endpoint.episode(session.task, session) as (episode, key):
+            with socket.socket() as unread:
+                unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                unread.setblocking(False)
+                address = urlsplit(endpoint.url)
+                await asyncio.get_running_loop().sock_connect(unread, (address.hostname, address.port))
+                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+                whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+                await asyncio.get_running_loop().sock_sendall(unread, whole)
+                async with asyncio.timeout(15):
+                    while not (len(session.made) == 6 and not episode.handlers):  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+            found = episode.dialogues.trajectories()
+    assert [one.response for one in found] == [long] * 6
+
+
+async def test_a_dialogue_is_hashed_once_for_each_call_and_not_by_the_loop(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    dumped: list[int] = []
+    hashes = dialogue._hashes
+    monkeypatch.setattr(dialogue, "_hashes", lambda said, before=0: dumped.append(len(said)) or hashes(said, before))  # type: ignore[func-returns-value]
+    async with serving(chat, lambda _: " ok ") as served:
+        messages: list[Any] = [user("one")] * 50
+        answer = (await served.ask(messages)).choices[0].message
+        await served.ask([*messages, answer, user("two")])
+        assert dumped == [50, 1, 52, 1] and len(served.found) == 1

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from actors.filter.actor import FilterSpec, run
-from actors.generation.embedded.config import read_config
-from actors.generation.embedded.model import Decoder
-from actors.generation.embedded.weights import load_weights
+from actors.generation.engines.embedded.config import read_config
+from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.weights import load_weights
 from actors.recorder.feed import Feed
 from bus import Bus, Commit, Out
 from bus.messages.control import EvalDone

@@ -45,9 +45,9 @@ def left(memory: Path) -> set[str]:
 
 
 def test_what_killed_runs_left_goes_and_what_lives_or_begins_stays(memory: Path) -> None:
-    for name in ("empty", "earlier", "full", "used", "named", "unknown", "fetched"):
+    for name in ("empty", "full", "used", "named", "unknown", "fetched"):
         folder = in_memory.named(name)
-        if name in ("earlier", "full", "used", "unknown"):
+        if name in ("full", "used", "unknown"):
             (folder / "weights").mkdir()
         if name in ("full", "used", "unknown", "fetched"):
             (folder / "weights" / "v1" if name != "fetched" else folder / ("0" * 32)).mkdir()

@@ -1,10 +1,13 @@
 """Ctrl-C at any moment of a loop's life ends its body once, and says nothing but KeyboardInterrupt."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from actors.runtime.loop import runner
 
 REPO = Path(__file__).resolve().parents[2]
 BODY = """
@@ -53,3 +56,21 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 def test_an_interrupt_is_heard_whenever_it_comes(when: str, said: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", BODY, when], cwd=REPO, capture_output=True, text=True, timeout=60)
     assert (done.stdout.split(), done.stderr) == (said, "")
+
+
+def test_a_tls_connection_that_the_network_closed_is_no_traceback_and_anything_else_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In the words of uvloop 0.23: it came for each connection that was lost with its server."""
+    pytest.importorskip("uvloop")
+    closed = "unable to perform operation on <TCPTransport closed=True reading=False 0x1>; the handler is closed"
+
+    async def fails(message: str, error: Exception) -> int:
+        caplog.clear()
+        asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+        return len(caplog.records)
+
+    with runner() as loop:
+        assert loop.run(fails("Fatal error on SSL protocol", RuntimeError(closed))) == 0
+        assert loop.run(fails("Fatal error on SSL protocol", RuntimeError("no memory"))) == 1
+        assert loop.run(fails("Exception in callback f()", RuntimeError(closed))) == 1

@@ -17,7 +17,8 @@ import pytest
 from actors.reward.pool import VerifierPool
 from actors.reward.sample import Sample
 from actors.runtime import loopwatch
-from actors.runtime.loopwatch_child import Look, Row, Work, blamed, counted, loads, places
+from actors.runtime.loopwatch_acts import Row, Work, blamed, loads, places
+from actors.runtime.loopwatch_child import Look, counted
 from bus import Bus
 from bus.errors import DeadlineExceeded
 from bus.messages.samples import RolloutDone, RolloutLost
@@ -79,8 +80,10 @@ async def all_ended(bus: Bus, house: House) -> bool:
 @pytest.mark.parametrize(
     ("label", "code", "says"),
     [
-        ("regex", -signal.SIGKILL, "the event loop of"), ("task", -signal.SIGKILL, "the event loop of"),
-        ("thread", -signal.SIGKILL, "the event loop of"), ("sleep", -signal.SIGKILL, "the event loop of"),
+        ("regex", -signal.SIGKILL, "the event loop of"),
+        pytest.param("task", -signal.SIGKILL, "the event loop of", marks=pytest.mark.slow),
+        pytest.param("thread", -signal.SIGKILL, "the event loop of", marks=pytest.mark.slow),
+        pytest.param("sleep", -signal.SIGKILL, "the event loop of", marks=pytest.mark.slow),
         ("crash", -signal.SIGSEGV, "Segmentation fault"),
     ],
 )  # fmt: skip
@@ -194,7 +197,8 @@ def _state(pid: int) -> str:
 
 
 def _child_of(pid: int) -> int:
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
+    command = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return next((int(line.split()[0]) for line in found.splitlines() if "loopwatch_child" in line), 0)
 
 

@@ -24,7 +24,8 @@ OURS = (
     ("42", "42"), ("-7", "-7"), ("042", "42"), ("3.50", "3.5"), (".5", "1/2"), ("1,000,000", "1000000"), ("1e3", "1000"),
     (r"3\times10^5", "300000"), (r"2.5 \cdot 10^{-3}", "0.0025"), ("10^{-2}", "0.01"), (r"\frac{3}{4}", "0.75"),
     (r"\dfrac{7}{2}", "3.5"), (r"\frac34", "3/4"), (r"3\frac{1}{2}", r"\frac{7}{2}"), (r"-\tfrac{1}{3}", "-1/3"),
-    (r"25\%", "25"), (r"\$4.20", "4.2"), (r"45^\circ", "45"), (r"12\text{ cm}^2", "12"), ("60 mph", "60"),
+    (r"25\%", r"25\%"), (r"25\%", "0.25"), ("25", r"25\%"),
+    (r"\$4.20", "4.2"), (r"45^\circ", "45"), (r"12\text{ cm}^2", "12"), ("60 mph", "60"),
     ("2^{10}", "1024"), ("2^{-3}", r"\frac18"), ("0.1+0.2", "0.3"), ("1+2+3+4", "10"),
     (r"\frac{1}{2}+\frac{1}{3}", r"\frac{5}{6}"), (r"\sqrt{16}", "4"), (r"\sqrt[3]{27}", "3"), (r"\sqrt{50}", r"5\sqrt{2}"),
     (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), ("3!", "6"), (r"\frac{5!}{2!3!}", "10"), (r"\binom52", "10"),
@@ -176,3 +177,49 @@ async def test_an_answer_that_math_verify_chokes_on_costs_that_look_alone(
     assert not mark.exists()
     assert await rule.score(sample(*SECOND[0]), 10.0) == 1.0, "the next one has a process again"
     assert SECOND_LOOK_S < 10
+
+
+PERCENT, MUCH = "What percent of 60 is 15?", "How much is it?"
+
+
+@pytest.mark.parametrize("unit", [r"\%", "%", " percent", r"\text{ percent}", " per cent", " pct", " percentage points"])
+def test_a_percentage_is_its_bare_number_only_where_it_is_asked_for_or_the_label_says_so(unit: str) -> None:
+    text = f"25{unit}"
+    assert same_answer(text, "25", PERCENT) and same_answer(text, "0.25", MUCH) and same_answer(text, r"\frac14", MUCH)
+    assert same_answer("25", text, MUCH), "a label may say what the answer leaves out"
+    assert same_answer(text, r"25\%", MUCH) and same_answer("x = 25", f"x = 25{unit}", MUCH)
+    for given, wanted in ((text, "25"), (f"x = {text}", "25"), (text, "25 apples"), (f"({text}, 1)", "(25, 1)"), (text, "2500")):
+        assert verdict(given, wanted, MUCH) is False, (given, wanted)
+    assert RULES["math"](sample(rf"It is \boxed{{{text}}}.", "25", MUCH)) == 0.0
+    assert RULES["math"](sample(rf"It is \boxed{{{text}}}.", "25", PERCENT)) == 1.0
+
+
+FACTORS = [("5 dozen", "60"), ("20 basis points", "0.002"), ("5‰", "0.005"), ("3 ppm", "0.000003")]
+
+
+@pytest.mark.parametrize(("given", "value"), FACTORS)
+def test_a_unit_that_is_a_factor_is_one(given: str, value: str) -> None:
+    number = given.rstrip("‰").split()[0]
+    assert same_answer(given, value, MUCH) and same_answer(value, given, MUCH) and verdict(given, number, MUCH) is False
+    assert same_answer("5 dozen", "5", "How many dozen eggs?") and same_answer(number, given, MUCH)
+
+
+@pytest.mark.parametrize(
+    ("date", "value"),
+    [
+        ("2024-01-02", "2021"), ("2024/01/02", "1012"), ("01/02/2024", r"\frac{1}{4048}"), ("31-12-1999", "-1980"),
+        ("2024-01", "2023"), ("06-10", "-4"), ("1-800-555-1234", "-2588"), ("1/2/2024", "1/4048"),
+    ],
+)  # fmt: skip
+def test_a_date_is_no_difference_and_no_quotient(date: str, value: str) -> None:
+    assert verdict(date, value) is False and verdict(value, date) is False
+    assert verdict(f"d = {date}", value) is False
+    assert same_answer(date, date)
+    assert RULES["math"](sample(rf"It is \boxed{{{date}}}.", value)) == 0.0 == RULES["math"](sample(value, date))
+
+
+def test_dates_are_the_same_by_their_numbers_and_arithmetic_stays_arithmetic() -> None:
+    assert same_answer("2024-1-2", "2024-01-02") and same_answer("2024/01/02", "2024-01-02")
+    assert verdict("2024-02-01", "2024-01-02") is False and verdict("2024-01-03", "2024-01-02") is False
+    for given, wanted in (("10-3", "7"), ("3-5", "-2"), ("21/7/3", "1"), ("100-5-2", "93"), ("1/2", "0.5"), ("007", "7")):
+        assert same_answer(given, wanted), given

@@ -15,8 +15,8 @@ import pytest
 from actors.evaluator.actor import EvalSet, EvaluatorSpec
 from actors.evaluator.actor import run as evaluate
 from actors.generation.engine import AnswerRefused, GenerateRequest
+from actors.generation.engines.sglang.client import SGLangClient
 from actors.generation.pictures import Changed, Pictures
-from actors.generation.sglang_client import SGLangClient
 from actors.runtime.prompts import DataSpec, load_prompts
 from actors.runtime.vision import MOST_BYTES, Vision
 from actors.sampler.actor import SamplerSpec, run
@@ -30,7 +30,7 @@ from bus.messages.samples import Picture, SampleTask
 from bus.messages.versions import PolicyVersion
 from bus.sweep import sweep_orphans
 from bus.topology import ACTIVE, EVAL_PROMPTS, POLICY, PROMPTS
-from tests import sights
+from scripts.bench import sights
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import data_of, room_of
 from tests.engine.test_client import LENGTH, PAIRS, scripted

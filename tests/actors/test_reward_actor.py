@@ -32,7 +32,7 @@ HOOK = """
 import os, pathlib, time
 
 def hook(sample):
-    what = sample["response"]
+    what = sample["metadata"].get("whatever is said", sample["response"])
     if what == "raise":
         with open(sample["metadata"]["log"], "a") as log:
             log.write("x")
@@ -219,7 +219,7 @@ async def test_a_function_that_raises_is_retried_then_dead_lettered_and_its_grou
 async def test_a_function_that_raises_on_every_sample_ends_the_run_and_keeps_the_samples(
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path
 ) -> None:
-    ended = asyncio.Event()
+    ended, always = asyncio.Event(), {"log": str(tmp_path / "log"), "whatever is said": "raise"}
     async def body(context: Context, spec: RewardSpec) -> None:
         with pytest.raises(ExceptionGroup) as caught:
             await run(context, spec)
@@ -231,7 +231,7 @@ async def test_a_function_that_raises_on_every_sample_ends_the_run_and_keeps_the
     spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, **scorer)
     async with open_bus(redis_url, run_name) as bus:
         async with running(bus, "reward", body, spec):
-            await put(bus, ROLLOUTS, *(done(n, 0, "raise", metadata={"log": str(tmp_path / "log")}) for n in range(20)))
+            await put(bus, ROLLOUTS, *(done(n, 0, "fine", metadata=always) for n in range(20)))
             await asyncio.wait_for(ended.wait(), 60)
         assert await bus.length(ROLLOUTS) >= 16 and await bus.length(DEAD) < 4
 

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from zlib import crc32
 
 import msgspec
 import pytest
@@ -27,6 +28,8 @@ from bus.messages.waits import Wait
 from bus.topology import ACTIVE, EVENTS, POLICY, PROMPTS, VERDICTS
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import data_of, room_of
+
+P3 = crc32(b"4:3+1=4\0")  # of the text and label of row 3 below
 
 
 @pytest.fixture
@@ -230,7 +233,7 @@ async def test_given_up_prompts_start_again_once(redis_url: str, run_name: str, 
 
 async def test_open_groups_of_a_lost_bus_are_issued_again(redis_url: str, run_name: str, data: DataSpec) -> None:
     async with open_bus(redis_url, run_name) as bus:
-        opened = OpenGroup(group_id="g0000004", prompt_id="p3", n_samples=2, attempt=1, source_index=3)
+        opened = OpenGroup(group_id="g0000004", prompt_id="p3", n_samples=2, attempt=1, source_index=3, prompt_crc=P3)
         await bus.commit(
             Commit(
                 open_groups={"g0000004": msgspec.msgpack.encode(opened)},
@@ -249,7 +252,7 @@ async def test_an_open_group_whose_prompt_the_data_holds_no_more_is_dropped_and_
 ) -> None:
     """Rows may be taken out of the data of a run; that the bus is lost afterwards must not make the old file necessary."""
     async with open_bus(redis_url, run_name) as bus:
-        at = {"n_samples": 2, "attempt": 1}
+        at = {"n_samples": 2, "attempt": 1, "prompt_crc": P3}
         opened = [OpenGroup(group_id=f"g000000{n}", prompt_id=prompt, **at) for n, prompt in ((3, "p777"), (4, "p3"))]
         await bus.commit(
             Commit(
@@ -336,7 +339,8 @@ async def test_prompts_are_issued_as_engine_slots_come_free(redis_url: str, run_
 
 async def test_what_is_left_of_a_group_is_issued_again_alone(redis_url: str, run_name: str, data: DataSpec) -> None:
     async with open_bus(redis_url, run_name) as bus:
-        rest = OpenGroup(group_id="g0000004", prompt_id="p3", n_samples=3, attempt=1, members=(0, 2), rewards={1: 0.5})
+        left = {"members": (0, 2), "rewards": {1: 0.5}}
+        rest = OpenGroup(group_id="g0000004", prompt_id="p3", prompt_crc=P3, n_samples=3, attempt=1, **left)
         await bus.commit(
             Commit(
                 open_groups={"g0000004": msgspec.msgpack.encode(rest)},

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.generation.boot_failures import Failure, Launch, classify, next_step
 from actors.generation.engine import BootRefused
-from actors.generation.sglang_args import GATHER, PREFILL_BATCH, server_args
-from actors.generation.sglang_calls import Calls
-from actors.generation.sglang_server import COMPILING_S, SGLangServer
+from actors.generation.engines.sglang.args import GATHER, PREFILL_BATCH, server_args
+from actors.generation.engines.sglang.boot_failures import Failure, Launch, classify, next_step
+from actors.generation.engines.sglang.calls import Calls
+from actors.generation.engines.sglang.server import COMPILING_S, SGLangServer
 from actors.generation.spec import GenerationSpec
 from actors.runtime.child import command_line
 from tests.engine.processes import until_async
@@ -340,7 +340,7 @@ async def test_gpus_that_are_not_there_are_named(boot: Boot, monkeypatch: pytest
 
 async def test_gpus_that_this_host_does_not_have_are_named(boot: Boot, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("actors.generation.sglang_server.DEVICES", tmp_path)
+    monkeypatch.setattr("actors.generation.engines.sglang.server.DEVICES", tmp_path)
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
     async with boot(gpus=(1, 2)) as (server, _):

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,11 +18,16 @@ import uvloop
 from aiohttp import ClientSession, web
 
 from actors.generation.endpoint.server import Endpoint
+from actors.generation.rollouts import single
+from actors.generation.rollouts.function import RolloutFunction
 from actors.runtime import depot as depot_module
 from actors.runtime.chat import Chat
+from actors.runtime.context import Context
 from actors.runtime.fetch import pack_parcel
-from actors.runtime.listener import MOST, Listener, http_log
-from tests.actors.agent_house import ScriptedSession, make_chat, task
+from actors.runtime.listener import AT_ONCE_BYTES, MOST, Listener, http_log
+from bus.clock import SystemClock
+from scripts.bench.chat_tokenizer import make_chat
+from tests.actors.agent_house import ScriptedSession, task
 from tests.actors.parcels import Serve, fetching, same
 
 HALF = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
@@ -217,3 +224,70 @@ def test_a_request_for_weights_that_drips_ends_with_its_time(version: Path, serv
     with socket.create_connection(("127.0.0.1", int(urlsplit(depot.url).port or 0)), timeout=20) as stranger:
         stranger.sendall(b"GET /x HTTP/1.1\r\n")
         assert stranger.recv(1) == b""
+
+
+class Recorder(asyncio.Protocol):
+    """A server's own protocol, which only notes what it is handed."""
+
+    def __init__(self) -> None:
+        self.pieces: list[int] = []
+        self.transport: asyncio.BaseTransport | None = None
+        self.more = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append(len(data))
+        self.more.set()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_what_a_caller_without_a_key_sends_is_read_a_little_at_a_time_and_then_as_it_comes(run: Callable[..., None]) -> None:
+    """In 256 kB are thousands of requests: eight callers held the loop for 0.16 s at a time."""
+    run(_little())
+
+
+async def _little() -> None:
+    made: list[Recorder] = []
+    runner = SimpleNamespace(server=lambda: made.append(Recorder()) or made[-1])  # type: ignore[func-returns-value]
+    listener = Listener(cast(web.AppRunner, runner), within_s=1000.0)
+    port = await listener.open("127.0.0.1", 0)
+    _, writer = await begun(port, b"x" * 100_000)
+    async with asyncio.timeout(20):
+        while not made or sum(made[0].pieces) < 100_000:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        server = made[0]
+        assert max(server.pieces) <= AT_ONCE_BYTES
+        listener.admit(cast(web.Request, SimpleNamespace(transport=server.transport)))
+        server.more.clear()
+        writer.write(b"y" * 60_000)
+        await server.more.wait()
+        while sum(server.pieces) < 160_000:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert max(server.pieces) > AT_ONCE_BYTES, "who has shown a key is served as fast as can be"
+    writer.close()
+    await listener.close()
+
+
+async def test_of_requests_sent_at_once_without_a_key_at_most_one_is_answered(chat: Chat) -> None:
+    async with Endpoint(chat, "hermes", lambda name, by=1: None) as endpoint:
+        reader, writer = await begun(int(urlsplit(endpoint.url).port or 0), b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
+        assert (await ended(reader)).count(b"HTTP/1.1 401") <= 1, "none is heard where the rest was still on its way"
+        writer.close()
+        body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n" + b"x" * 60_000
+        reader, writer = await begun(int(urlsplit(endpoint.url).port or 0), body)
+        assert b"no episode has this key" in await ended(reader), "who has another key is told so"
+        writer.close()
+
+
+async def test_a_key_that_is_no_text_is_another_key() -> None:
+    """It was a TypeError, and forty lines of a log, at the door of a rollout function."""
+    quiet = SimpleNamespace(clock=SystemClock(), count=lambda *_: None)
+    function = RolloutFunction(
+        cast(Context, quiet), "x.y", beside=single.rollout, values=dict, decode=lambda ids: str(ids), deadline_s=1.0
+    )
+    function._key = "key"
+    for word in ("Bearer \udcff", "Bearer \u00e9", "", "Bearer"):
+        request = cast(web.Request, SimpleNamespace(headers={"Authorization": word}))
+        assert (await function.serve(request)).status == 401

@@ -12,7 +12,8 @@ import pytest
 from actors.generation.endpoint.toolloop import ToolLoop
 from actors.runtime.chat import BadChat, Chat
 from actors.runtime.tools import Toolbox
-from tests.actors.agent_house import ScriptedSession, make_chat, task
+from scripts.bench.chat_tokenizer import make_chat
+from tests.actors.agent_house import ScriptedSession, task
 
 
 class Habit(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -154,3 +155,10 @@ def test_values_that_a_tool_calls_texts_stay_texts() -> None:
     assert call.arguments == {"expression": "12", "n": True}
     [call] = parse("<|tool_call_start|>[a.b(x=True, y=null, z=-1.5, w=['a', {'b': 1}])]<|tool_call_end|>", "lfm2")
     assert (call.name, call.arguments) == ("a.b", {"x": True, "y": None, "z": -1.5, "w": ["a", {"b": 1}]})
+
+
+def test_what_pythons_parser_thinks_of_an_answer_is_nobodys_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [call] = parse('<|tool_call_start|>[f(x="\\d")]<|tool_call_end|>', "lfm2")
+    assert (call.name, call.arguments, call.error) == ("f", {"x": "\\d"}, "")

@@ -23,7 +23,8 @@ from miles_async.quickstart.steps import CALL, CALLED, STEPS
 from miles_async.quickstart.task import EOS_ID
 from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.settings.load import settings_from
-from tests.actors.agent_house import ScriptedSession, make_chat, task
+from scripts.bench.chat_tokenizer import make_chat
+from tests.actors.agent_house import ScriptedSession, task
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ async def test_no_turn_is_asked_for_beyond_the_context(chat: Chat) -> None:
     assert ends == {"stop", "length"}
 
 
-@pytest.mark.parametrize(("function", "kind"), [("", ToolLoop), ("tests.actors.agent_house.make_chat", AgentProgram)])
+@pytest.mark.parametrize(("function", "kind"), [("", ToolLoop), ("scripts.bench.chat_tokenizer.make_chat", AgentProgram)])
 async def test_a_worker_opens_the_program_that_its_settings_name(function: str, kind: type, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, STEPS)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 99}')
@@ -157,3 +158,18 @@ async def test_the_quickstart_s_right_answers_are_what_the_loop_plays(tmp_path: 
             made = [segment.kind == "model" for segment in found.segments for _ in segment.tokens]
             assert tokens == [*written, EOS_ID] and made == STEPS.made(tokens)
             assert found.response == problem.label
+
+
+async def test_the_journal_outlasts_a_tools_own_deadline(chat: Chat) -> None:
+    """It gave up first, where many loops of other samples ran: the sample's program had failed, and not the model been told."""
+    waits: list[float] = []
+
+    class Patient(ScriptedSession):
+        async def tell(self, name: str, call: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> Any:
+            waits.append(deadline_s)
+            return await super().tell(name, call, *args)
+
+    session = Patient(chat, task(chat.render([{"role": "user", "content": "?"}])), lambda _: call("calculator", expression="1"))
+    async with Toolbox(("calculator",)) as toolbox:
+        await ToolLoop(chat, "hermes", toolbox, max_turns=2, count=lambda *_: None)(session.task, session)
+        assert waits and min(waits) > toolbox.busy_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,23 @@ async def test_tools_that_cannot_be_are_refused(names: list[str], corpus: str, s
     with pytest.raises(Refused, match=says):
         async with Toolbox(names, corpus=corpus):
             raise AssertionError
+
+
+async def test_a_call_that_finds_no_place_behind_others_is_answered_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the loops that other samples wrote it was a TimeoutError of the program, and enough of them ended the run."""
+    (tmp_path / "c.txt").write_text("a passage")
+    monkeypatch.setattr(Toolbox, "busy_s", 0.5)
+    async with Toolbox(["python", "search"], corpus=str(tmp_path / "c.txt"), python_deadline_s=30.0) as tools:
+        loops = [tools.call("python", {"code": "while 1: pass"}) for _ in range(3 * (os.cpu_count() or 1))]
+        said = await asyncio.gather(*loops)
+        assert await tools.call("search", {"query": "passage"}) == "a passage"
+    assert set(said) == {"error: python was busy for 0.5 s; this call was not made"}
+
+
+async def test_what_a_tool_is_asked_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("\n\n".join(f"w{i}" for i in range(400)))
+    async with Toolbox(["calculator", "search"], corpus=str(tmp_path / "c.txt")) as tools:
+        assert (await tools.call("search", {"query": "x" * 20_001})).startswith("error: search takes at most 20000 characters")
+        assert (await tools.call("calculator", {"expression": "1" * 20_001})).startswith("error: calculator takes at most 20000")
+        asked = [f"w{i}" for i in range(399, -1, -1)]
+        assert await tools.call("search", {"query": " ".join(asked[:1] * 300 + asked)}) == "w200\n\nw201\n\nw202", "the first words"

@@ -10,7 +10,8 @@ import pytest
 
 from actors.generation.endpoint.agent import AgentProgram
 from actors.generation.endpoint.server import Endpoint
-from tests.actors.agent_house import ScriptedSession, make_chat, task
+from scripts.bench.chat_tokenizer import make_chat
+from tests.actors.agent_house import ScriptedSession, task
 
 TASKSET = '''
 import verifiers.v1 as vf

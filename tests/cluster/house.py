@@ -45,6 +45,7 @@ class RayRun(Run):
         head = {"num_cpus": head_cpus, "include_dashboard": jobs, "_system_config": SOON if soon else {}}
         self.dashboard = free_port() if jobs else 0
         head |= with_jobs(self.dashboard) if jobs else {}
+        self._head, self._lost = head, list[Any]()
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[Any] = []
         port = free_port()
@@ -104,6 +105,17 @@ class RayRun(Run):
         """A worker has activated so many versions, and one more."""
         until(f"{name} serves", lambda: len(self.events("activated", name)) > more_than, seconds=seconds)
 
+    def lose_head(self) -> None:
+        """It is gone without a word; its other nodes follow when they see it."""
+        self.nodes.clear()
+        self.cluster.remove_node(self.cluster.head_node, allow_graceful=False)
+
+    def another_cluster(self) -> None:
+        """In the stead of one whose head was lost: the next start is there."""
+        self._lost.append(self.cluster)
+        self.cluster = Cluster(initialize_head=True, head_node_args=self._head)
+        self.take({"launch": {**self._tables["launch"], "ray_address": self.cluster.address}})
+
     def node_of(self, actor: str) -> Any:
         """The node that an actor is on, as the launcher placed it."""
         placed = [e.text for e in self.events("placed") if e.text.startswith(f"{actor} on ")]
@@ -112,6 +124,7 @@ class RayRun(Run):
 
     def clean(self) -> None:
         super().clean()
-        self.cluster.shutdown()
+        for cluster in (*self._lost, self.cluster):
+            cluster.shutdown()
         self.redis.kill()
         self.redis.wait(10)

@@ -85,6 +85,41 @@ def test_a_run_goes_on_where_there_is_room_when_a_node_dies(ray_run: Make) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.takes(200)
+def test_a_head_that_is_started_again_has_never_two_of_an_actor(ray_run: Make) -> None:
+    """Its launcher ends, the run's actors go on, and a launcher on the new one is refused until they have ended."""
+    run = ray_run(LONG)
+    run.add(cpus=6)
+    run.start()
+    run.until_step(2)
+    until("a checkpoint", lambda: run.saved() > 0)
+    before = pids(run)
+    run.lose_head()
+    assert run.join(seconds=200.0) == 1, run.output()
+    assert "Failed to connect to GCS within 60 seconds" in run.output().strip().splitlines()[-1], run.output()
+    assert "Traceback" not in run.output(), run.output()
+    step = run.step()
+    until("training to go on", lambda: run.step() >= step + 2)
+    assert pids(run) == before
+    run.another_cluster()
+    run.add(cpus=6)
+    run.start()
+    assert run.join(seconds=120.0) == 2, run.output()
+    refusal = run.output().strip().splitlines()[-1]
+    assert "live, and this Ray cluster does not keep them" in refusal and "miles-async stop" in refusal, refusal
+    assert pids(run) == before
+    done = run.command("stop", "--bus-url", run.url, "--run", "r")
+    assert done.returncode == 0, done.stderr
+    until("all of them to end", lambda: not run.processes(), seconds=120.0)
+    saved = run.saved()
+    run.start()
+    until("training to go on", lambda: run.step() >= saved + 4, seconds=240.0)
+    assert {name: len(found) for name, found in pids(run).items()} == {name: len(found) for name, found in before.items()}
+    run.drain()
+    judge(run, steps=run.step())
+
+
+@pytest.mark.slow
 def test_workers_come_with_nodes_and_make_room_for_what_is_needed(ray_run: Make) -> None:
     run = ray_run(WAITING)
     first, _ = run.add(cpus=3), run.add(cpus=1)

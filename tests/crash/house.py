@@ -249,7 +249,7 @@ class Run:
 
     def engine_pids(self) -> list[int]:
         """Pids of embedded engines."""
-        return [p.pid for p in self.processes() if "actors.generation.embedded" in (p.info["cmdline"] or [])]
+        return [p.pid for p in self.processes() if "actors.generation.engines.embedded" in (p.info["cmdline"] or [])]
 
     def pid(self, actor: str) -> int:
         """The living process of an actor."""

@@ -226,6 +226,6 @@ class Mischief:
         return Disturbance("bad content", f"{len(ids)} entries on {stream.name}", wall)
 
 
-def join(run: Run, name: str) -> subprocess.Popen[bytes] | Warmed:
+def join(run: Run, name: str, *flags: str) -> subprocess.Popen[bytes] | Warmed:
     """`miles-async worker` beside the run."""
-    return run.beside("worker", "--name", name, "--run", run.dir.name, log=f"{name}.log")
+    return run.beside("worker", "--name", name, "--run", run.dir.name, *flags, log=f"{name}.log")

@@ -13,12 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from bus.server import EmbeddedRedis
 from tests.crash.conftest import Launch
 from tests.crash.house import Run, Tables, merged
 from tests.crash.judge import judge
+from tests.crash.mischief import join
+from tests.crash.test_workers import held, until_it_works
 from tests.warm.launched import clock_of
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
@@ -130,6 +134,62 @@ def test_the_clock_is_set_a_day_forth_and_two_days_back(run_of: Launch) -> None:
     assert {name: run.pids(name) for name in before} == before
     run.drain()
     judge(run, steps=run.saved())
+
+
+@pytest.fixture
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[int], object]]]:
+    """A Redis server, and what sets its clock so many seconds ahead of everybody else's."""
+    with TemporaryDirectory(prefix="ma-bus-") as name:
+        library, file = clock_of(Path(name)), Path(name) / "skew"
+        if not library.exists():
+            pytest.skip("no compiler")
+        file.write_bytes(struct.pack("q", 0))
+        server = EmbeddedRedis(Path(name))
+        with monkeypatch.context() as patched:
+            patched.setenv("LD_PRELOAD", str(library))
+            patched.setenv("MA_SKEW_FILE", str(file))
+            server.start()
+        with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 8) as told:
+
+            def ahead(skew_s: int) -> None:
+                told[:] = struct.pack("q", skew_s)
+
+            try:
+                yield server.url, ahead
+            finally:
+                server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.takes(90)
+def test_the_clock_of_redis_alone_is_set(run_of: Launch, own_clock: tuple[str, Callable[[int], object]]) -> None:
+    """Forth, which makes all work under way look abandoned; and back, when what a dead worker held must not wait for as long."""
+    url, set_clock = own_clock
+    own: Tables = {"bus": {"bus_url": url}, "rollout": {"num_reward_workers": 2}}
+    idle: Tables = {"rollout": {"custom_generate_function_path": "tests.crash.episode.idle"}}
+    run = run_of(merged(merged(merged(TWO, FOREVER), own), idle))
+    run.start()
+    run.until_step(2)
+    guest = join(run, "guest", "--custom-generate-function-path", "tests.crash.episode.idle")
+    try:
+        until_it_works(run, "guest")
+        for skew_s in (DAY_S, 3 * DAY_S, 3 * DAY_S + 60):
+            set_clock(skew_s)
+            step = run.step()
+            run.until(f"training to go on, {skew_s} s ahead", lambda step=step: run.step() >= step + 3)
+        run.until("samples under way there", lambda: run.ask(held) > 0)
+        set_clock(0)
+        guest.send_signal(signal.SIGKILL)
+        run.until("others to take over what it held", lambda: run.ask(held) == 0, seconds=120.0)
+    finally:
+        guest.kill()
+        guest.wait()
+    step = run.step()
+    run.until("training to go on", lambda: run.step() >= step + 3)
+    run.drain()
+    judge(run, steps=run.saved())
+    said = "".join(file.read_text() for file in (run.dir / "logs").glob("*.log"))
+    assert "clock was set forth by 8.64e+04 s" in said and "clock was set back by" in said
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +14,14 @@ from actors.trainer.record import read_record
 from bus import Bus, ledger
 from bus.topology import DEAD, PREFIXES, PROMPTS
 from tests.crash.conftest import Launch
-from tests.crash.house import Run, until
+from tests.crash.house import Run, Tables, merged, until
 from tests.crash.judge import judge
 from tests.crash.mischief import join
+from tests.warm.launched import Warmed
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1200)]
 
-TWO: dict[str, dict[str, Any]] = {
+TWO: Tables = {
     "sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8},
     "rollout": {"num_rollout": 30},
 }
@@ -163,33 +166,62 @@ def test_a_worker_that_stayed_takes_the_settings_of_the_next_start(run_of: Launc
     judge(run, steps=run.saved())
 
 
-@pytest.mark.parametrize("joined", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ours", "joined"])
-def test_a_sample_that_holds_up_its_worker_in_c_ends_two_of_them_and_the_run_goes_on(
-    joined: bool, run_of: Launch
-) -> None:
-    """It never walks on: the third that is given it buries it, with the place."""
-    program = "tests.crash.episode.backtracks"
-    run = run_of({
-        "sglang": {"num_generation_workers": 1 if joined else 2, "sglang_server_concurrency": 8},
-        "rollout": {"num_rollout": 12, "custom_generate_function_path": program},
-        "launch": {"loop_deadline_s": 8.0},
-    })  # fmt: skip
-    run.start()
-    if joined:
-        run.until_step(0)
-        given = ("--custom-generate-function-path", program)
-        guest = run.beside("worker", "--name", "guest", "--run", run.dir.name, *given, log="guest.log")
-    run.finish()
-    if joined:
-        assert guest.wait(120) in (0, -signal.SIGKILL), (run.home / "guest.log").read_text()[-2000:]
-    judge(run)
-    server = run.server()
-    try:
-        [letter] = run.ask(letters)
-    finally:
-        server.stop()
+def is_buried(run: Run) -> bool:
+    return bool(run.ask(letters))
+
+
+def check_the_letter(run: Run, files: list[Path]) -> None:
+    """The one dead letter names the sample and the place, and two processes ended with their stacks in `files`."""
+    [letter] = run.ask(letters)
     assert letter.group_id.endswith("5") and "it ended 2 processes" in letter.error, letter.error
     assert "the event loop of " in letter.error and "episode.py:" in letter.error
-    logs = [*(run.dir / "logs").glob("generation-*.log"), *run.home.glob("guest.log")]
-    said = "".join(file.read_text() for file in logs)
+    said = "".join(file.read_text() for file in files)
     assert said.count("this process is ended") == 2 and 'episode.py", line' in said
+
+
+HELD_UP: Tables = {
+    # Without an end: others train on meanwhile, and may be done long before a sample has used up its seconds of processor.
+    "rollout": {"num_rollout": 100_000, "custom_generate_function_path": "tests.crash.episode.backtracks"},
+    "launch": {"loop_deadline_s": 8.0},
+    "bus": {"lease_s": 6.0},  # as it is: on a busy machine a watch takes seconds to reach the bus in the place of its process
+}
+
+
+@pytest.mark.slow
+def test_a_sample_that_holds_up_its_worker_in_c_ends_two_of_them_and_the_run_goes_on(run_of: Launch) -> None:
+    """It never walks on: the third that is given it buries it, with the place."""
+    run = run_of(merged(HELD_UP, {"sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8}}))
+    run.start()
+    run.until_it_listens()
+    run.until("the sample's burial", lambda: is_buried(run))
+    run.until_step(run.step() + 2)
+    check_the_letter(run, [*(run.dir / "logs").glob("generation-*.log")])
+    run.drain()
+    judge(run, steps=run.saved())
+
+
+@pytest.mark.slow
+def test_so_do_workers_that_joined(run_of: Launch) -> None:
+    """Nobody starts these again, and nobody but their own watch sees that they stand."""
+    run = run_of(merged(HELD_UP, {"sglang": {"num_generation_workers": 0, "sglang_server_concurrency": 8}}))
+    run.start()
+    given = ("--custom-generate-function-path", run.given("rollout", "custom_generate_function_path"))
+    names = ("guest-1", "guest-2", "guest-3")
+    guests: list[subprocess.Popen[bytes] | Warmed] = []
+    run.until_it_listens()
+    try:
+        for name in names:
+            guests.append(join(run, name, *given))
+            if name == names[-1]:
+                break
+            run.until(f"{name} to end", lambda: guests[-1].poll() is not None)
+            assert guests[-1].wait(1) == -signal.SIGKILL, (run.home / f"{name}.log").read_text()[-2000:]
+        run.until("the sample's burial", lambda: is_buried(run))
+        run.until_step(run.step() + 2)
+        check_the_letter(run, [run.home / f"{name}.log" for name in names])
+        run.drain()
+    finally:
+        for guest in guests:
+            guest.kill()
+            guest.wait()
+    judge(run, steps=run.saved())

@@ -2,7 +2,7 @@
 
 Set MILES_ASYNC_TEST_ENGINE_URL and MILES_ASYNC_TEST_ENGINE_MODEL (directory the server can read, of the model it serves) to
 run the conformance suite against a real SGLang server instead; .._OTHER names a model of the same shape with other weights,
-.._INSIDE the folder of letters to our function inside it (actors/generation/inside.py).
+.._INSIDE the folder of letters to our function inside it (actors/generation/engines/sglang/inside.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 from tests.engine.models import FAMILIES, Oracle, make_model
 from tests.engine.processes import BOOT_DEADLINE_S, until
 from tests.warm.launched import warmed
@@ -62,7 +62,7 @@ def engine_process(
     """A running embedded engine: its URL and process. Ended (and reaped) on exit. `warm`: see tests/warm."""
     with TemporaryDirectory(prefix="ma-engine-") as folder:
         port_file = Path(folder) / "port"
-        argv = [sys.executable, "-m", "actors.generation.embedded", "--model-path", str(model_dir)]
+        argv = [sys.executable, "-m", "actors.generation.engines.embedded", "--model-path", str(model_dir)]
         with (Path(folder) / "log").open("w+") as log:
             process = subprocess.Popen(
                 [*argv, "--port-file", str(port_file), *flags],

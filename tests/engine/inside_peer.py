@@ -13,9 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
-from actors.generation import inside
-from actors.generation.inside_client import NO_TENSORS
-from actors.generation.sglang_args import INSIDE, LOADER
+from actors.generation.engines.sglang import inside
+from actors.generation.engines.sglang.args import INSIDE, LOADER
+from actors.generation.engines.sglang.inside_client import NO_TENSORS
 from actors.runtime.broadcast import join_group
 from tests.engine.test_quick_load import Model
 

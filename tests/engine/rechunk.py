@@ -13,8 +13,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from actors.generation.inside import TESTED, Answer, Order
-from actors.generation.sglang_args import INSIDE
+from actors.generation.engines.sglang.args import INSIDE
+from actors.generation.engines.sglang.inside import TESTED, Answer, Order
 
 QUIET_S = 0.1
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.generation.actor import Worker
-from actors.generation.engine import Chunk, EngineHealth, EngineLoad, GenerateRequest
+from actors.generation.engine import Attached, Chunk, Engine, EngineLoad, GenerateRequest
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus
@@ -19,10 +19,8 @@ from bus.messages.weights import Bucket, TensorMeta
 from tests.actors.house import running, until
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """One token each `pace_s`, under the version loaded last. `load_s`: duration of a load; `gate`: it waits for this too."""
-
-    counts_when_receiving = False
 
     def __init__(self, pace_s: float = 0.002, load_s: float = 0.0) -> None:
         self.pace_s, self.load_s = pace_s, load_s
@@ -65,12 +63,6 @@ class ScriptedEngine:
     async def resume(self) -> None:
         self._goes.set()
 
-    async def pause_counted(self, version: str) -> int | None:
-        return None
-
-    def count_as_older(self, version: str) -> bool:
-        return False
-
     async def flush(self) -> bool:
         return True
 
@@ -106,14 +98,11 @@ class ScriptedEngine:
     async def set_version(self, version: str) -> None:
         self.version = version
 
-    async def health(self) -> EngineHealth:
-        return EngineHealth(self.version, "scripted")
-
     async def load(self) -> EngineLoad:
         return EngineLoad(running=len(self._flying))
 
-    async def info(self) -> Mapping[str, Any]:
-        return {"version": "embedded"}
+    async def look(self, *, own: bool, model_path: str, routed: bool) -> Attached:
+        return Attached(exact=True, tp_size=1, exact_in_place=True)
 
     async def close(self) -> None: ...
 

@@ -24,7 +24,8 @@ from bus import ledger
 from bus.messages.base import pack_ints, unpack_ints
 from bus.messages.samples import PrefixResume, SampleTask, Sampling
 from bus.topology import ACTIVE, DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
-from tests.actors.agent_house import END, make_chat
+from scripts.bench.chat_tokenizer import make_chat
+from tests.actors.agent_house import END
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.engine.scripted import ScriptedEngine
 from tests.engine.workers import order

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.generation.engine import GenerateRequest, RequestRefused
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 from tests.engine.conftest import Http, Target
 from tests.engine.models import CONTEXT, EOS, VOCAB
 

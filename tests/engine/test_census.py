@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.generation.boundary import split
-from actors.generation.census import CannotCount, count
 from actors.generation.engine import Chunk
-from actors.generation.inside import TESTED
+from actors.generation.engines.sglang.boundary import split
+from actors.generation.engines.sglang.census import CannotCount, count
+from actors.generation.engines.sglang.inside import TESTED
 from actors.generation.spec import GenerationSpec
 from bus import Out
 from bus.topology import ACTIVE, PROMPTS

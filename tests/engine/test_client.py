@@ -22,7 +22,7 @@ from actors.generation.engine import (
     GenerateRequest,
     RequestRefused,
 )
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 
 PAIRS = [[-0.5, 11, None], [-1.5, 12, None], [-3.5, 13, None], [-2.5, 14, None]]
 REQUEST = GenerateRequest(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.generation.engine import Chunk, EngineUnavailable, GenerateRequest, PauseMode, RequestRefused
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 from tests.engine.conftest import CONTROL_DEADLINE_S, SERVED, Http, Target
 from tests.engine.processes import until_async
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.generation.embedded.cache import KvCache
-from actors.generation.embedded.config import ModelRefused, read_config
-from actors.generation.embedded.model import Decoder
-from actors.generation.embedded.weights import load_tensors, load_weights
+from actors.generation.engines.embedded.cache import KvCache
+from actors.generation.engines.embedded.config import ModelRefused, read_config
+from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.weights import load_tensors, load_weights
 from tests.engine.models import VOCAB, load_model, make_model
 
 BLOCK = [24, 40]  # divides none of the shapes

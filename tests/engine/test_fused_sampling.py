@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from actors.generation import draw_torch
-from actors.generation.draw_torch import draw, gumbel, noise
-from actors.generation.sampling import PlainSampler, install
+from actors.generation.engines.sglang import draw_torch
+from actors.generation.engines.sglang.draw_torch import draw, gumbel, noise
+from actors.generation.engines.sglang.sampling import PlainSampler, install
 
 SEED = 20261125
 
@@ -187,7 +187,7 @@ def test_a_server_that_returns_logprobs_before_temperature_keeps_its_sampler(mon
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels need a GPU")
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 151_936), (384, 151_936), (7, 513), (512, 50_257)])
 def test_the_kernel_draws_what_plain_torch_draws(rows: int, vocabulary: int) -> None:
-    from actors.generation.draw_kernel import draw as by_kernel
+    from actors.generation.engines.sglang.draw_kernel import draw as by_kernel
 
     logits = logits_of(rows, vocabulary).cuda()
     logits[:, 3] = float("-inf")

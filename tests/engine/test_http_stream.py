@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from actors.generation.engine import Chunk, EngineUnavailable, RequestRefused
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 from tests.engine.test_client import DONE, LENGTH, PAIRS, REQUEST, WHOLE, event
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]

@@ -15,8 +15,8 @@ import torch
 
 from actors.generation.activation import Loader, NotCounted, TransportFailed
 from actors.generation.engine import RequestRefused
-from actors.generation.inside import TESTED, VARIABLE, Answer, Order, read, run, send
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
+from actors.generation.engines.sglang.inside import TESTED, VARIABLE, Answer, Order, read, run, send
 from actors.trainer.transports.flat import FlatBuffers, bucketed
 from actors.trainer.transports.nccl import NcclSender
 from bus.messages.policy import WeightManifest

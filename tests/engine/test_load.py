@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from actors.generation.engine import GenerateRequest
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 from tests.engine.conftest import CONTROL_DEADLINE_S, Http, Target, engine_process
 from tests.engine.models import VOCAB
 from tests.engine.processes import until_async

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from actors.generation.embedded.batch import Batch
-from actors.generation.embedded.config import read_config
-from actors.generation.embedded.memory import KV_CACHE, WEIGHTS, Occupation
-from actors.generation.embedded.model import Decoder
-from actors.generation.embedded.weights import load_weights
 from actors.generation.engine import GenerateRequest, RequestRefused
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.embedded.batch import Batch
+from actors.generation.engines.embedded.config import read_config
+from actors.generation.engines.embedded.memory import KV_CACHE, WEIGHTS, Occupation
+from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.weights import load_weights
+from actors.generation.engines.sglang.client import SGLangClient
 from tests.engine.conftest import Http, Target
 from tests.engine.models import make_model
 from tests.engine.processes import until_async

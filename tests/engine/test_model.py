@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from actors.generation.embedded.cache import KvCache
-from actors.generation.embedded.config import ModelRefused, read_config
-from actors.generation.embedded.model import BLOCK_ROWS, Decoder
-from actors.generation.embedded.weights import load_weights
+from actors.generation.engines.embedded.cache import KvCache
+from actors.generation.engines.embedded.config import ModelRefused, read_config
+from actors.generation.engines.embedded.model import BLOCK_ROWS, Decoder
+from actors.generation.engines.embedded.weights import load_weights
 from tests.engine.models import LLAMA3_ROPE, VOCAB, load_model, make_model
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [

@@ -16,13 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.generation.attach import check_served
 from actors.generation.engine import GenerateRequest
-from actors.generation.sglang_client import SGLangClient
-from actors.generation.sglang_server import SGLangServer
-from actors.generation.spec import GenerationSpec, sglang_env
+from actors.generation.engines.sglang.args import sglang_env
+from actors.generation.engines.sglang.attach import check_served
+from actors.generation.engines.sglang.client import SGLangClient
+from actors.generation.engines.sglang.server import SGLangServer
+from actors.generation.engines.sglang.wire import NEVER_MIXES
+from actors.generation.spec import GenerationSpec
 from actors.runtime.vision import Vision
-from tests import sights
+from scripts.bench import sights
 from tests.engine.conftest import engine_process
 
 COMMAND = os.environ.get("MILES_ASYNC_TEST_SGLANG", "")
@@ -103,4 +105,4 @@ def test_engines_of_models_that_see_are_started_without_the_memory_of_pictures(t
 
 def test_an_attached_sglang_is_warned_of_and_an_embedded_engine_is_not() -> None:
     assert "SGLANG_VLM_CACHE_SIZE_MB=0" in check_served("http://e:1", {"version": "0.5.12"}, "", "").sight
-    assert check_served("http://e:1", {"version": "embedded"}, "", "").sight == ""
+    assert check_served("http://e:1", {NEVER_MIXES: True}, "", "").sight == ""

@@ -13,8 +13,8 @@ import pytest
 from actors.generation import pace
 from actors.generation.actor import Worker
 from actors.generation.engine import EngineUnavailable, GenerateRequest
-from actors.generation.sglang_client import SGLangClient
-from actors.generation.sglang_wire import load_of
+from actors.generation.engines.sglang.client import SGLangClient
+from actors.generation.engines.sglang.wire import load_of
 from actors.generation.spec import GenerationSpec
 from bus import Bus, Out
 from bus.knobs.live import propose

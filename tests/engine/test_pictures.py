@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from actors.generation.embedded.batch import Batch
-from actors.generation.embedded.config import read_config
-from actors.generation.embedded.model import Decoder
-from actors.generation.embedded.pictures import Eyes
-from actors.generation.embedded.request import Request
-from actors.generation.embedded.weights import load_weights
-from actors.generation.embedded.wire import BadRequest, GenerateBody, view_of
+from actors.generation.engines.embedded.batch import Batch
+from actors.generation.engines.embedded.config import read_config
+from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.pictures import Eyes
+from actors.generation.engines.embedded.request import Request
+from actors.generation.engines.embedded.weights import load_weights
+from actors.generation.engines.embedded.wire import BadRequest, GenerateBody, view_of
 from actors.runtime.vision import positions
-from tests import sights
+from scripts.bench import sights
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])

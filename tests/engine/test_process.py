@@ -50,7 +50,7 @@ async def test_sigterm_hands_out_partials_and_exits_with_zero(model_dir: Path) -
 
 def refused(*flags: str) -> str:
     """Standard error of a start that must be refused with status 2, in one line."""
-    argv = [sys.executable, "-m", "actors.generation.embedded", *flags]
+    argv = [sys.executable, "-m", "actors.generation.engines.embedded", *flags]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=BOOT_DEADLINE_S, check=False)
     assert done.returncode == 2, done
     line = done.stderr.strip().splitlines()[-1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actors.generation.quick_load import Layout, QuickLoad
+from actors.generation.engines.sglang.quick_load import Layout, QuickLoad
 from actors.runtime.flat import views
 from actors.trainer.transports.flat import FlatBuffers, bucketed
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from actors.generation.activation import Loader, TransportFailed
 from actors.generation.engine import GenerateRequest, RequestRefused
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 from actors.trainer.transports.flat import FlatBuffers, bucketed
 from actors.trainer.transports.ipc import IpcSender
 from actors.trainer.transports.nccl import NcclSender

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from actors.generation.actor import Worker
+from actors.generation.engines.sglang.client import SGLangClient
 from actors.generation.rollouts import function
 from actors.generation.rollouts.function import open_function
-from actors.generation.sglang_client import SGLangClient
 from actors.generation.spec import GenerationSpec
 from actors.reward.sample import Sample
 from actors.runtime.context import Context

@@ -13,8 +13,8 @@ import pytest
 
 from actors.generation import turns
 from actors.generation.actor import Worker
+from actors.generation.engines.sglang.client import SGLangClient
 from actors.generation.rollouts import Session, live, programs
-from actors.generation.sglang_client import SGLangClient
 from actors.generation.spec import GenerationSpec
 from actors.runtime import consume
 from actors.runtime.context import Context
@@ -25,7 +25,7 @@ from bus.messages.base import unpack_floats, unpack_ints
 from bus.messages.samples import Parked, PrefixResume, RolloutDone, RolloutLost, SampleTask
 from bus.messages.versions import VersionSpan
 from bus.topology import ACTIVE, DEAD, PARKED, PREFIXES, PROMPTS, ROLLOUTS
-from tests.actors.agent_house import make_chat
+from scripts.bench.chat_tokenizer import make_chat
 from tests.actors.house import messages, open_bus, put, running, until
 from tests.declared import actor_of
 from tests.engine.rollout_programs import ASKED, HERE, PLUS, STATE, Streamer, Talker, token_at

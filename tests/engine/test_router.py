@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.generation import routed as routed_module
 from actors.generation.engine import Chunk, GenerateRequest, RouteBroken
-from actors.generation.routed import RoutedEngine
-from actors.generation.router_client import RouterClient, RouterGone
+from actors.generation.engines.sglang import routed as routed_module
+from actors.generation.engines.sglang.routed import RoutedEngine
+from actors.generation.engines.sglang.router_client import RouterClient, RouterGone
 from actors.router.actor import RouterSpec, answers, run
 from actors.router.launch import DEFAULTS
 from actors.runtime.child import Child, command_line, free_port

@@ -12,13 +12,13 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from actors.generation.attach import check_routed
 from actors.generation.engine import BootRefused, Chunk, GenerateRequest
+from actors.generation.engines.sglang.attach import check_routed
+from actors.generation.engines.sglang.client import SGLangClient
 from actors.generation.rollouts import Segment, Trajectory, env
 from actors.generation.rollouts.outcome import outcome_of
 from actors.generation.routing import read_routed
 from actors.generation.sample import start
-from actors.generation.sglang_client import SGLangClient
 from actors.runtime.prompts import RoutedShape, routed_shape
 from bus.messages.samples import PrefixResume, Response, Routed
 from tests.engine.conftest import engine_process

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.generation.embedded.sampling import ALL_TOKENS, sample, uniforms
+from actors.generation.engines.embedded.sampling import ALL_TOKENS, sample, uniforms
 
 
 def draw(

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.generation.embedded.batch import Batch
-from actors.generation.embedded.config import ModelRefused, read_config
-from actors.generation.embedded.model import Decoder
-from actors.generation.embedded.request import Request
-from actors.generation.embedded.scheduler import Posted, Scheduler
-from actors.generation.embedded.weights import load_weights
+from actors.generation.engines.embedded.batch import Batch
+from actors.generation.engines.embedded.config import ModelRefused, read_config
+from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.request import Request
+from actors.generation.engines.embedded.scheduler import Posted, Scheduler
+from actors.generation.engines.embedded.weights import load_weights
 
 
 class Breaking(Decoder):

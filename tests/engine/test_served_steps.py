@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from actors.generation.engines.sglang.routed import RoutedEngine
 from actors.generation.leasing import LEASED, Leases
 from actors.generation.link import EngineLink, State
 from actors.generation.pace import Pace
-from actors.generation.routed import RoutedEngine
 from actors.generation.sample import Running
 from actors.generation.sharing import Sharing
 from actors.generation.spec import GenerationSpec

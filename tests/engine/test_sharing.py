@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from actors.generation.actor import Worker
-from actors.generation.spec import GenerationSpec, sglang_env
+from actors.generation.engines.sglang.args import sglang_env
+from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus, Commit, Out
 from bus.messages.policy import Turn

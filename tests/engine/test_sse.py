@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.generation.sse import SseOverflow, SseParser
+from actors.generation.engines.sglang.sse import SseOverflow, SseParser
 
 PAYLOADS = st.lists(st.binary(max_size=30).filter(lambda b: not set(b) & set(b"\r\n")), max_size=8)
 

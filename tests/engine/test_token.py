@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from actors.generation.engine import EngineUnavailable, GenerateRequest
-from actors.generation.process import EngineProcess
-from actors.generation.routed import RoutedEngine
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.embedded.process import EngineProcess
+from actors.generation.engines.sglang.client import SGLangClient
+from actors.generation.engines.sglang.routed import RoutedEngine
 from actors.generation.spec import GenerationSpec
 from actors.router.actor import RouterSpec, answers, run
 from actors.runtime.child import Child, free_port
@@ -102,7 +102,7 @@ async def test_a_workers_engine_gets_it_by_a_file_of_its_own(
 ) -> None:
     child = Child()
     if spare:
-        from actors.generation.process import EMBEDDED
+        from actors.generation.engines.embedded.process import EMBEDDED
 
         await child.start_spare((*EMBEDDED, "--spare"))
     spec = GenerationSpec(model_path=str(models("qwen3")[0]), max_running=4, boot_deadline_s=BOOT_DEADLINE_S, token=TOKEN)

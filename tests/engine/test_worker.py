@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from actors.generation.actor import Worker
-from actors.generation.attach import Attached
-from actors.generation.sglang_server import SGLangServer
+from actors.generation.engine import Attached
+from actors.generation.engines.sglang.server import SGLangServer
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from actors.runtime.run import Refused

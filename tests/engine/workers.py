@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from actors.generation.actor import Worker
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 from actors.generation.spec import GenerationSpec
 from actors.runtime.context import Context
 from bus import Bus

@@ -11,7 +11,7 @@ from typing import get_args
 from bus.messages.events import EventKind
 from miles_async.cli.app import COMMANDS
 from miles_async.console.doctor.finding import Rule
-from tests.floors.tree import ROOT, each, parse
+from tests.floors.tree import PACKAGES, ROOT, each, parse, sources
 
 PAGES = sorted(path.relative_to(ROOT) for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.md"))
 HABITS = (Path("CHANGELOG.md"), Path("SECURITY.md"))  # read by themselves, in words that anybody knows
@@ -104,3 +104,11 @@ def test_events_that_the_pages_name_are_declared() -> None:
 def test_the_diagnosis_page_has_every_rule_and_no_other() -> None:
     told = re.findall(r"^\| `([^`]+)` \| (?:error|warning|info)", text_of(Path("docs/troubleshooting.md")), re.M)
     assert sorted(told) == sorted(get_args(Rule))
+
+
+def test_the_results_fit_a_sitting_and_every_measurement_is_cited() -> None:
+    """Older figures stand in the history, and what nobody cites with them."""
+    assert len(text_of(Path("docs/results.md")).splitlines()) <= 300
+    cited = "".join(text_of(path) for path in (*PAGES, *sources("tests", "scripts", *PACKAGES)))
+    kept = {path.name for path in (ROOT / "docs" / "measurements").iterdir()}
+    assert {name for name in kept if name not in cited} == set()

@@ -14,8 +14,10 @@ FILES = sources(*PACKAGES)
 STAYS = {
     "actors/generation/endpoint/verifiers.py Played": "for users of verifiers: docs/agents.md",
     "actors/environments/guess.py Guess": "the environment that ships, named by --environment-path",
+    "actors/trainer/transports/ipc.py open_ipc": "its record names it: actors/runtime/transports/ipc.py",
+    "actors/trainer/transports/nccl.py open_nccl": "its record names it: actors/runtime/transports/nccl.py",
     "actors/trainer/megatron_backend/core.py MegatronCore": "training/ranked.py finds it by name, for --train-backend megatron",
-    "actors/trainer/torch_backend/matched.py FORMULAS": "the same kernels without a GPU: what tests and scripts/gpu_judge.py run",
+    "actors/trainer/torch_backend/matched.py FORMULAS": "the kernels without a GPU, for tests and scripts/bench/gpu_judge.py",
     "miles_async/cli/recipe_typer.py callback": "typer has it; recipes use it",
 }
 IN_PYTHON = ("Knobs", "Run", "RunEnded", "SettingsError", "StartedRun", "open_run", "run")

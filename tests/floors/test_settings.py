@@ -27,7 +27,6 @@ THROUGH_OTHERS = {
     "governor_staleness": "the governor finds it in GOVERNED",
     "governor_oversampling": "the governor finds it in GOVERNED",
     "governor_concurrency": "the governor finds it in GOVERNED",
-    "rollout_num_gpus": "num_generation_workers and rollout_gpu_ids follow from it",
     "model_name": "Miles' choice of a converter; config.json says it here",
     "megatron_to_hf_mode": "Miles' choice of a converter; there is one here",
 }

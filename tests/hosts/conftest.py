@@ -37,14 +37,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class FarRun(Run):
-    """A run whose bus is on host `a`; this process reaches it by a socket. `model`: its model directory on the other hosts."""
+    """A run on host `a`, whose bus is there too, or on a host `r`; this process reaches it by a socket. `model`: its model
+    directory on the other hosts."""
 
-    def __init__(self, net: Net, toy: Path, home: Path, settings: Tables, warm: Path | None) -> None:
+    def __init__(self, net: Net, toy: Path, home: Path, settings: Tables, warm: Path | None, bus_apart: bool) -> None:
         self.net, self.a, self.model, self.socket = net, net.host("a"), home / "model", home / "redis.sock"
+        self.r = net.host("r") if bus_apart else self.a
         self.workers: list[subprocess.Popen[bytes] | Warmed] = []
         self._heard: list[tuple[float, Event]] = []
         self._heard_to = "-"
-        self.url = f"redis://{self.a.address}:6379"
+        self.url = f"redis://{self.r.address}:6379"
         own = home / "a"  # the folders that no other host sees
         own.mkdir()
         shutil.copytree(toy / "model", self.model)
@@ -54,10 +56,10 @@ class FarRun(Run):
         super().__init__(own, tables, warm)
 
     def start_redis(self, home: Path) -> subprocess.Popen[bytes]:
-        """On host a, with what its file holds."""
+        """On its host, with what its file holds."""
         words = f"{find_server().path} --bind 0.0.0.0 --protected-mode no --port 6379 --unixsocket {self.socket} --save ''"
         words += " --appendonly yes --appendfsync everysec --maxmemory-policy noeviction --loglevel warning"
-        return subprocess.Popen([*self.a.enter(), "sh", "-c", f"exec {words}"], cwd=home, stdout=subprocess.DEVNULL)
+        return subprocess.Popen([*self.r.enter(), "sh", "-c", f"exec {words}"], cwd=home, stdout=subprocess.DEVNULL)
 
     def restart_redis(self) -> None:
         """Killed, and started again."""
@@ -154,8 +156,8 @@ def far_run(toy: Path, warm: Path | None, request: pytest.FixtureRequest) -> Ite
         net = Net(Path(folder) / "net")
         made: list[FarRun] = []
 
-        def make(settings: Tables | None = None) -> FarRun:
-            made.append(FarRun(net, toy, Path(folder), settings or {}, warm))
+        def make(settings: Tables | None = None, *, bus_apart: bool = False) -> FarRun:
+            made.append(FarRun(net, toy, Path(folder), settings or {}, warm, bus_apart))
             return made[-1]
 
         try:

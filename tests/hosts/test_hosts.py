@@ -15,7 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from actors.publisher.members import REFUSALS
+from actors.runtime.run import EXIT_BUS_GONE
 from bus.identity import read_identity, write_identity
+from miles_async.launcher.run import RESUME
 from tests.crash.house import Tables, merged, until
 from tests.crash.judge import judge
 from tests.hosts.conftest import FarRun
@@ -201,6 +203,40 @@ def test_a_worker_is_back_soon_after_its_link_and_nothing_is_lost_or_done_twice(
         usual_s = max(after - before for before, after in (*pairwise(last), *pairwise(peers)))
         assert took_s < BACK_S + usual_s, case
         run.until_it_serves("b", more_than=served + 2)  # well again before the next
+    run.drain()
+    judge(run, steps=run.step())
+
+
+@pytest.mark.slow
+@pytest.mark.takes(140)
+@pytest.mark.timeout(900, method="signal")
+@pytest.mark.parametrize("waits", [True, False], ids=["waited_for", "ends_it"])
+def test_everybody_is_cut_from_the_bus_for_90_seconds(far_run: Make, waits: bool) -> None:
+    """Trainer, rooms, launcher and a worker on a third host, each connection half open. Within --bus-deadline-s all go on as they
+    are; beyond it the run ends with the cause and what to do, and the same command goes on, with the worker that waited."""
+    run = far_run(merged(IDLE, {"bus": {"bus_deadline_s": 240.0 if waits else 30.0}}), bus_apart=True)
+    run.begin()
+    worker = run.join_from(run.net.host("b", skew_s=90))
+    run.until_it_serves("b", more_than=2, seconds=240.0)
+    before = {name: run.pids(name) for name in ("trainer", "sampler", "filter", "generation-0", "recorder")}
+    assert all(before.values())
+    run.r.cut()
+    cut_at = time.monotonic()
+    if not waits:
+        assert run.join(seconds=85.0) == EXIT_BUS_GONE, run.output()
+        [said] = [line for line in run.output().splitlines() if "ended with status 75" in line]
+        assert "did not answer" in said and RESUME in said and "Traceback" not in run.output(), run.output()
+        assert not run.processes()
+    time.sleep(max(0.0, cut_at + 90.0 - time.monotonic()))
+    step, served = run.step(), len(run.events("b", "activated"))
+    run.r.mend()
+    if not waits:
+        run.begin()
+    run.until_it_serves("b", more_than=served + 2, seconds=120.0)
+    run.until("training to go on", lambda: run.step() >= step + 4)
+    if waits:
+        assert {name: run.pids(name) for name in before} == before, "some did not wait"
+    assert worker.poll() is None, run.story()
     run.drain()
     judge(run, steps=run.step())
 

@@ -19,7 +19,7 @@ from miles_async.settings.load import load, settings_from
 from miles_async.settings.megatron_fields import FIELDS
 from miles_async.settings.miles import NOT_COMPARED
 from miles_async.settings.run import RunSettings
-from tests.miles_async.launch_scripts import CONFIGS
+from scripts.bench.launch_scripts import CONFIGS
 
 GLM4_9B = {"model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696,
            "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1e-5,

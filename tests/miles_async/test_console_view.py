@@ -231,7 +231,7 @@ def test_a_run_says_at_once_what_it_is_and_what_it_starts(tmp_path, capsys):
     said = {line.split()[0]: line.split(maxsplit=1)[1] for line in banner(alone).splitlines()[1:-1]}
     assert said["workers"] == "1 rollout worker, no engines" and said["data"] == "x.jsonl, its responses are learned"
     text = starting(["trainer", "generation"], alone)
-    assert text == "starting trainer, generation; the first step waits for 32 scored groups"
+    assert text == "starting trainer, generation; the first step waits for 32 groups"
     text = starting(["trainer", "generation", "generation"], SETTINGS)
     assert text == "starting trainer, generation ×2; the first step waits for engines with the weights, then for 2 scored groups"
 

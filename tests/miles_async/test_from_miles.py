@@ -17,8 +17,8 @@ from miles_async.cli.flags import parse_flags
 from miles_async.cli.train import parse
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.script import read_script
+from scripts.bench.launch_scripts import SCRIPTS
 from tests.floors.tree import ROOT
-from tests.miles_async.launch_scripts import SCRIPTS
 
 MEANT = (
     "--engine sglang --model-dtype bfloat16 --dynamic-sampling-filter-path none --metadata-key metadata --tool-key tools "

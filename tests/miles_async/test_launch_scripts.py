@@ -17,8 +17,8 @@ from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import load
 from miles_async.settings.miles import fate
 from miles_async.settings.run import RunSettings
+from scripts.bench.launch_scripts import CONFIGS, OF_RECIPES, SCRIPTS
 from tests.floors.tree import ROOT
-from tests.miles_async.launch_scripts import CONFIGS, OF_RECIPES, SCRIPTS
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 # A script of Miles says neither: engines are SGLang's there, and staleness is another script's.

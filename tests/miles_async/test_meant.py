@@ -81,6 +81,20 @@ def test_our_own_command_line_takes_fully_async_the_same() -> None:
     assert not any("no effect" in note for note in args.notes) and any("--max-weight-staleness 1" in note for note in args.notes)
 
 
+@pytest.mark.parametrize(
+    ("file", "bound", "tis"),
+    [("", 1, True), ("max_weight_staleness = 3\n[grpo]\nuse_icepop = true\n", 3, False), ("[grpo]\nuse_icepop = true\n", 1, False)],
+)
+def test_fully_async_beside_a_settings_file_means_what_the_file_leaves_open(
+    file: str, bound: int, tis: bool, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(f'[rollout]\nrm_type = "math"\n{file}')
+    args = parse([str(config), *BASE.split(), "--fully-async"])
+    flat = load(args.config, args.values).settings.flat
+    assert (flat.max_weight_staleness, flat.use_tis) == (bound, tis)
+
+
 async def test_math_is_the_last_box_alone_where_miles_is_meant(tmp_path: Path) -> None:
     spec = reward_spec(script(tmp_path, "--rm-type math").settings, "")
     assert (spec.rm_type, spec.math_rule) == ("math", "math_boxed")

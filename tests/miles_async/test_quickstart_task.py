@@ -6,6 +6,7 @@ import ast
 import json
 import operator
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,11 +19,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from miles_async.quickstart import words
 from miles_async.quickstart.arithmetic import ARITHMETIC, KINDS, MIX, draw
 from miles_async.quickstart.model import ModelDirectoryTaken, make_model
-from miles_async.quickstart.muon import Muon, orthogonalise
 from miles_async.quickstart.task import EOS_ID, UNK_ID, Problem, Task, WarmStart
-from miles_async.quickstart.tasks import TASKS, write_jsonl
+from miles_async.quickstart.tasks import TASKS, row_of, write_jsonl
 from miles_async.quickstart.warm_start import WarmStartFailed, accuracy, development_problems
 
 DATA = Path(__file__).parents[2] / "configs" / "data"
@@ -99,8 +100,25 @@ def test_shipped_problems_have_all_operators_brackets_and_several_lengths() -> N
 def test_the_shipped_files_are_made_from_the_shipped_seed(tmp_path: Path, task: Task) -> None:
     train, held_out = task.shipped()
     for name, problems in ((f"{task.name}_train.jsonl", train), (f"{task.name}_held_out.jsonl", held_out)):
-        write_jsonl(tmp_path / name, problems)
+        write_jsonl(tmp_path / name, map(row_of, problems))
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
+
+
+def test_the_shipped_word_problems_are_made_from_their_seed_right_and_apart(tmp_path: Path) -> None:
+    asked = re.compile(r"has (\d+) (?:(\w+) with (\d+) \w+ in each|\w+ and (\w+)(?: away)? (\d+))")
+    seen = set()
+    for name, problems in zip(("words_train.jsonl", "words_held_out.jsonl"), words.make_words(), strict=True):
+        write_jsonl(tmp_path / name, map(words.row_of, problems))
+        assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
+        for line in (DATA / name).read_text("utf-8").splitlines():
+            row = json.loads(line)
+            text = row["prompt"][-1]["content"]
+            first, places, inner, verb, second = asked.search(text).groups()
+            sign = 1 if verb in ("gets", "finds", "buys") else -1
+            assert int(row["label"]) == (int(first) * int(inner) if places else int(first) + sign * int(second)) > 0, text
+            assert text not in seen and not any(word in text for word in ("Rosa", "plums"))
+            seen.add(text)
+    assert len(seen) == words.TRAIN + words.HELD_OUT
 
 
 def test_shipped_arithmetic_has_problems_of_every_kind() -> None:
@@ -242,15 +260,3 @@ def test_accuracy_is_the_share_of_exact_greedy_answers(model_directory: Path) ->
         problems.append(Problem(problem.prompt, written, written, problem.kind))
     assert 0 < right < len(problems)
     assert accuracy(model, ARITHMETIC, problems) == pytest.approx(right / len(problems))
-
-
-def test_orthogonalise_brings_singular_values_near_one() -> None:
-    matrices = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalise(matrices))
-    assert values.min() > 0.4 and values.max() < 1.6
-    assert torch.equal(orthogonalise(torch.zeros(1, 2, 3)), torch.zeros(1, 2, 3))
-
-
-def test_muon_takes_matrices_only() -> None:
-    with pytest.raises(ValueError, match="only matrices"):
-        Muon([torch.nn.Parameter(torch.zeros(3))])

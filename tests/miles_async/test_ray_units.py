@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.generation.node import words_of
+from actors.generation.engines.sglang.node import words_of
 from actors.generation.spec import GenerationSpec
 from miles_async.cli.ray import entrypoint, parse, run, submitted
 from miles_async.launcher.ray_units import Unit, no_room, parts_of, units_of
@@ -69,7 +69,7 @@ def test_ranks_of_other_hosts_are_told_where_they_meet() -> None:
 def test_the_parts_of_an_engine_have_one_command_but_for_their_number() -> None:
     settings = made(engine="sglang", rollout_num_gpus=16, rollout_num_gpus_per_engine=16, sglang_nnodes=2)
     told, parts = parts_of(settings, "generation-0", "generation", "10.0.0.7:12345")
-    assert [(part.bundle, part.module, part.words) for part in parts] == [(1, "actors.generation.node", ("1",))]
+    assert [(part.bundle, part.module, part.words) for part in parts] == [(1, "actors.generation.engines.sglang.node", ("1",))]
     spec = GenerationSpec(model_path="/m", engine="sglang", nodes=2, tp_size=16, server_command=("server",), **told)
     first, second = (" ".join(words_of(spec, part)) for part in (0, 1))
     assert "--nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.7:12345" in first

@@ -15,12 +15,13 @@ import pytest
 from safetensors.torch import save_file
 from torch import zeros
 
+from actors.generation.engines.sglang.host import CACHES
 from miles_async.cli.app import main
 from miles_async.launcher import readiness
 from miles_async.launcher.readiness import Finding, look
 from miles_async.settings.load import settings_from
+from scripts.bench.launch_scripts import CONFIGS
 from tests.floors.tree import ROOT
-from tests.miles_async.launch_scripts import CONFIGS
 
 Usage = namedtuple("Usage", "total used free")
 H200S = ["NVIDIA H200"] * 4
@@ -124,7 +125,7 @@ def test_flash_attention_that_is_not_installed_is_told_before_a_run(
 def test_caches_stand_in_for_a_compiler(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed(monkeypatch, torch="2.11.0+cu130", sglang="0.5.12")
     (tmp_path / "k.so").write_bytes(bytes(3_000_000))
-    for name in readiness.CACHES:
+    for name in CACHES:
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)

@@ -21,9 +21,9 @@ from miles_async.quickstart.tasks import TASKS
 from miles_async.quickstart.tokenizer import save_tokenizer
 from miles_async.settings.dump import dry_run_text
 from miles_async.settings.load import load
+from scripts.bench.launch_scripts import CONFIGS
 from tests.declared import PLACE
 from tests.floors.tree import ROOT
-from tests.miles_async.launch_scripts import CONFIGS
 
 pytestmark = pytest.mark.timeout(200)
 RECIPES = sorted((ROOT / "configs").glob("*.toml"))

@@ -78,6 +78,23 @@ def test_a_quantisation_that_cannot_be_published_is_refused(data, model):
     preflight(make(data), probes=[check_quantization])
 
 
+def test_where_no_setting_names_a_rule_the_rows_must(tmp_path):
+    """A column of metadata without rules passed, and every sample was a dead letter."""
+    path = tmp_path / "rows.jsonl"
+
+    def rows(*metadata: object) -> RunSettings:
+        path.write_text("".join(json.dumps({"input": "1+1", "answer": "2", "m": each}) + "\n" for each in metadata))
+        return make(path, rm_type=None, metadata_key="m", label_key="answer")
+
+    said = refusal(rows({"level": 1}, None))
+    assert said.startswith("rm_type = (unset): nothing scores the samples, and none of the first 2 rows of")
+    assert "--custom-rm-path" in said
+    [note] = preflight(rows({"rm_type": "math"}, '{"rm_type": "math"}', {})).notes
+    assert note.startswith("1 of the first 3 rows of") and "name no rule" in note
+    assert preflight(rows({"rm_type": "math"})).notes == ()
+    assert preflight(make(path, rm_type=None, metadata_key="m", custom_agent_function_path="a.b")).notes == ()
+
+
 def test_good_input_passes_and_tells_what_it_found(data, model):
     found = preflight(make(data, hf_checkpoint=str(model), label_key="answer"))
     assert found.prompts.rows == 10

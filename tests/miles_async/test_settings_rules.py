@@ -142,8 +142,15 @@ def test_a_broken_rule_says_field_value_and_remedy(fields, words):
 def test_a_run_needs_an_end_and_a_reward():
     with pytest.raises(SettingsError, match="--num-rollout N or --num-epoch N"):
         without("num_rollout")
-    with pytest.raises(SettingsError, match="--rm-type NAME or --custom-rm-path"):
+    with pytest.raises(SettingsError, match=r"nothing scores.*--rm-type math.*--custom-rm-path FILE.*--rm-url URL"):
         without("rm_type")
+    for program in ({"custom_generate_function_path": "a.b"}, {"custom_agent_function_path": "a.b"}, FUNCTION):
+        assert without("rm_type", **program).rollout.rm_type is None, "a program may give its samples their reward"
+    taught = {"use_opd": True, "opd_teacher_load": "teacher"}
+    assert without("rm_type", **taught).rollout.rm_type == "zero", "a teacher speaks of every token"
+    with pytest.raises(SettingsError, match="nothing scores"):
+        without("rm_type", loss_type="sft", n_samples_per_prompt=1, eval_prompt_data=("e", "e.jsonl"))
+    assert without("rm_type", loss_type="sft", n_samples_per_prompt=1).rollout.rm_type is None
     assert without("num_rollout", num_epoch=2).rollout.num_epoch == 2
     assert without("rm_type", metadata_key="meta").rollout.rm_type is None
 

@@ -168,8 +168,6 @@ def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
             "--num-generation-workers 2 --tail-slots 4 --tail-after-tokens 9",
             ("use_router sends each request to any engine",),
         ),
-        ("", "--update-weight-delta", ("not a flag", "Set --update-weight-transport nccl")),
-        ("update_weight_delta = true", "", ("not a setting", "Set --update-weight-transport nccl")),
         (
             "",
             "--update-weight-wave-fraction 0.5 --update-weight-transport nccl",

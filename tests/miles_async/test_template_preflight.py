@@ -18,7 +18,7 @@ from miles_async.launcher.templates import stop_tokens
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
 from miles_async.settings.run import RunSettings
-from tests.actors.agent_house import TEMPLATE, make_chat
+from scripts.bench.chat_tokenizer import TEMPLATE, make_chat
 from tests.actors.test_templates import BODY, DIALOGUE, HABITS, NO_ROLE, TABLE_ONLY, chat_of, turns
 
 WORDS_ONLY = turns("<s>assistant\n{{ m.content }}<e>\n")
@@ -122,6 +122,22 @@ def test_the_template_s_end_of_a_turn_is_a_stop_token(tmp_path: Path) -> None:
     of = settings(tmp_path, TEMPLATE, eos=[77, 1])
     assert notes(of) == [] and stop_tokens(of, tmp_path) == (77, 1)
     assert stop_tokens(settings(tmp_path, TEMPLATE, eos=77, apply_chat_template=False), tmp_path) == (77,)
+
+
+def test_plain_texts_for_an_instruct_model_get_one_note_with_the_remedy(tmp_path: Path) -> None:
+    """A base model, whose end of sequence is another token, and texts that were rendered before get none."""
+    [note] = notes(settings(tmp_path, TEMPLATE, apply_chat_template=False))
+    assert "tuned to dialogues" in note and "add --apply-chat-template" in note
+    assert notes(settings(tmp_path, TEMPLATE)) == []
+    assert notes(settings(tmp_path, TEMPLATE, eos=77, apply_chat_template=False)) == []
+    assert notes(settings(tmp_path, TEMPLATE, "<u>1+1<e>", apply_chat_template=False)) == []
+    own = {"custom_generate_function_path": "a.b"}
+    assert notes(settings(tmp_path, TEMPLATE, apply_chat_template=False, **own)) == []
+    assert notes(learned(tmp_path, TEMPLATE, apply_chat_template=False, label_key="label", rows="1+1")) == []
+    of = settings(tmp_path, TEMPLATE, apply_chat_template=False)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    assert notes(of) == []
 
 
 def test_a_role_and_the_end_of_a_call_are_stop_tokens_too(tmp_path: Path) -> None:

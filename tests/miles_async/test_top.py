@@ -76,8 +76,9 @@ async def top(url: str, run: str, folder: Path, size: tuple[int, int], *, alive:
     samples.append(folder, [{**kept, "sample": "g1/1", "reward": 1.0, "response": "4"}, worst])
     stop = asyncio.Event()
     # Nobody renews what the story's actors hold: with a lease that ends, a slow test would see them abandon it.
-    async with Bus(replace(config(url, run), deadline_s=5.0 if alive else 1.0, lease_s=600.0)) as bus:
-        story = Story(bus)
+    told = replace(config(url, run), deadline_s=5.0 if alive else 1.0, lease_s=600.0)
+    async with Bus(told) as bus, Bus(replace(told, deadline_s=30.0)) as teller:  # what happens is told however busy the machine is
+        story = Story(teller)
         await story.whole()
         feed = Feed(bus)
         hub = Hub(bus, feed, folder, total_steps=3)

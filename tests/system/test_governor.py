@@ -12,7 +12,7 @@ from bus.knobs.live import read_history
 from bus.knobs.plans import plan
 from miles_async.governor.look import AUTHOR
 from miles_async.settings.live import check_patch
-from scripts.schedule_house import Case, governed, run_of
+from scripts.bench.schedule_house import Case, governed, run_of
 from tests.actors.house import until
 from tests.miles_async.test_governor import KNOB, replayed
 

@@ -10,7 +10,7 @@ import pytest
 from actors.trainer.record import read_record
 from actors.trainer.replay import batch_of
 from bus.blobs.files import FileBlobs
-from tests import sights
+from scripts.bench import sights
 from tests.crash.conftest import Launch
 from tests.crash.house import merged
 from tests.crash.judge import judge

@@ -69,7 +69,7 @@ def test_without_engines_a_run_comes_to_its_end_and_goes_on_from_there(run_of: L
     assert run.join() == 0, run.story()
     judge(run, steps=2)
     said = run.output()
-    assert "1 rollout worker, no engines" in said and "the first step waits for 16 scored groups" in said
+    assert "1 rollout worker, no engines" in said and "the first step waits for 16 groups" in said
     assert_the_data_was_learned(run)
     run.start(flags=("--num-rollout", "5"))
     assert run.join() == 0, run.story()

@@ -15,10 +15,12 @@ from bus.topology import ACTIVE, EVENTS, POLICY
 from tests.crash.conftest import Launch
 from tests.crash.house import Run, merged, until
 from tests.crash.judge import judge
+from tests.trainer import own_transport
 
 pytestmark = pytest.mark.timeout(1200)
 
 STEPS = 5
+OWN = f"{own_transport.__file__}:KIND"
 TWO: dict[str, dict[str, Any]] = {
     "rollout": {"num_rollout": STEPS},
     "sglang": {"num_generation_workers": 2, "sglang_server_concurrency": 8, "update_weight_deadline_s": 20.0},
@@ -59,14 +61,15 @@ def travelled(transport: str, policy: list[Any], events: list[Event]) -> None:
     assert len(gaps) == STEPS and max(gaps) < 1e-4, gaps
 
 
-def test_a_run_whose_weights_travel_by_nccl(run_of: Launch) -> None:
+@pytest.mark.parametrize("transport", ["nccl", OWN], ids=["nccl", "own"])
+def test_a_run_whose_weights_travel_by_nccl_or_a_way_of_ones_own(run_of: Launch, transport: str) -> None:
     """By ipc: test_colocate.py, and test_supervised.py with engines that keep their memory."""
-    way = {"sglang": {"update_weight_transport": "nccl", "check_weight_update_equal": True}}
+    way = {"sglang": {"update_weight_transport": transport, "check_weight_update_equal": True}}
     run = run_of(merged(merged(TWO, ON_POLICY), way))
     run.start()
     run.finish()
     judge(run)
-    travelled("nccl", *story(run))
+    travelled(transport, *story(run))
 
 
 def test_a_worker_killed_while_weights_are_broadcast_stops_nobody(run_of: Launch) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
-from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.muon import orthogonalise
+from actors.trainer.torch_backend import TorchBackend, muon
+from actors.trainer.torch_backend.muon import Muon, like_jordan, orthogonalise
 
 Backend = Callable[..., TorchBackend]
 Batch = Callable[..., StepBatch]
@@ -28,8 +28,31 @@ def test_weight_decay_is_decoupled_and_spares_gains(make_backend: Backend, make_
 def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
     g = torch.Generator().manual_seed(0)
     for shape in ((8, 20), (20, 8)):
-        values = torch.linalg.svdvals(orthogonalise(torch.randn(*shape, generator=g)))
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(3, *shape, generator=g)))
         assert float(values.min()) > 0.6 and float(values.max()) < 1.3
+    assert torch.equal(orthogonalise(torch.zeros(2, 3)), torch.zeros(2, 3))
+
+
+def test_muon_takes_matrices_of_a_shape_together_and_moves_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the published form, W -= lr s (G + mu B made orthogonal) after W -= lr d W, s by shape, for two steps."""
+    g = torch.Generator().manual_seed(1)
+    start = [torch.randn(*shape, generator=g) for shape in ((8, 4), (8, 4), (4, 8), (8, 4))]
+    pulls = [[torch.randn(w.shape, generator=g) for w in start] for _ in range(2)]
+    for together in (1, 1 << 20):
+        monkeypatch.setattr(muon, "TOGETHER", together)
+        params = [torch.nn.Parameter(w.clone()) for w in start]
+        optimizer = Muon(params, lr=0.1, weight_decay=0.5, scale=like_jordan)
+        want, momentum = [w.clone() for w in start], [torch.zeros_like(w) for w in start]
+        for pull in pulls:
+            for n, (p, gradient) in enumerate(zip(params, pull, strict=True)):
+                p.grad = gradient.clone()
+                momentum[n] = 0.95 * momentum[n] + gradient
+                rows, columns = gradient.shape
+                turned = orthogonalise(gradient + 0.95 * momentum[n])
+                want[n] = want[n] * (1 - 0.1 * 0.5) - 0.1 * max(1.0, rows / columns) ** 0.5 * turned
+            optimizer.step()
+        for p, w in zip(params, want, strict=True):
+            torch.testing.assert_close(p.detach(), w, rtol=1e-5, atol=1e-6)
 
 
 def test_muon_moves_hidden_matrices_and_adam_the_rest(make_backend: Backend, make_batch: Batch) -> None:

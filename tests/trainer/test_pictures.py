@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from actors.generation.embedded.batch import Batch
-from actors.generation.embedded.config import read_config
-from actors.generation.embedded.model import Decoder
-from actors.generation.embedded.pictures import Eyes
-from actors.generation.embedded.request import Request
-from actors.generation.embedded.weights import load_tensors, load_weights
+from actors.generation.engines.embedded.batch import Batch
+from actors.generation.engines.embedded.config import read_config
+from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.pictures import Eyes
+from actors.generation.engines.embedded.request import Request
+from actors.generation.engines.embedded.weights import load_tensors, load_weights
 from actors.runtime.run import Refused
 from actors.trainer.backend import BatchRefused, BatchSample, StepBatch
 from actors.trainer.objective import TrainSample
 from actors.trainer.torch_backend import TorchBackend
 from bus.messages.samples import Picture
-from tests import sights
+from scripts.bench import sights
 from tests.trainer.conftest import backend_config
 
 

@@ -27,7 +27,7 @@ from actors.trainer.training.state import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIM
 from actors.trainer.training.wire import Save, StepOrder, decode, encode
 from bus.errors import CheckpointRefused
 from bus.messages.samples import Picture
-from tests import sights
+from scripts.bench import sights
 from tests.trainer.conftest import STOP_DEADLINE_S, alone, backend_config, published, saved, served, state_of
 from tests.trainer.own_core import FULL
 from tests.trainer.test_pictures import batch_of, decoder_of

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from actors.generation.activation import Loader, TransportFailed, WeightsDiffer, WeightsUnusable
 from actors.generation.engine import EngineUnavailable
-from actors.generation.sglang_client import SGLangClient
+from actors.generation.engines.sglang.client import SGLangClient
 from actors.trainer.transports.files import copied
 from actors.trainer.transports.flat import FlatBuffers, bucketed
 from actors.trainer.transports.nccl import GroupBroken, NcclSender

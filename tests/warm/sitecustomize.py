@@ -10,10 +10,11 @@ SPACES = ("mnt", "net", "uts")  # what makes a host; the namespace of users and 
 FORK_SERVER = "actors.runtime.fork_server"
 TRAINER = ("actors.trainer.actor", "actors.trainer.torch_backend.core")  # as the launcher's fork server of trainers: one template
 ROUTER = ("sglang_router.launch_router", "actors.router.launch")  # either way of its start
-HAND_OVER = (FORK_SERVER, "actors.generation.embedded", "actors.trainer.follower", "actors.trainer.dry_run", *ROUTER)
+ENGINE = "actors.generation.engines.embedded"
+HAND_OVER = (FORK_SERVER, ENGINE, "actors.trainer.follower", "actors.trainer.dry_run", *ROUTER)
 LOADS = {  # what is loaded before a program of ours is started, where that is more than the program
     FORK_SERVER: (),  # its flags, which name them
-    "actors.generation.embedded": ("actors.generation.embedded.scheduler", "actors.generation.embedded.server"),
+    ENGINE: (f"{ENGINE}.scheduler", f"{ENGINE}.server"),
     **dict.fromkeys(ROUTER, ("sglang_router.launch_router",)),
     **dict.fromkeys((*HAND_OVER[2:4], "tests.crash.toy", "tests.engine.inside_peer", "tests.trainer.broadcast_peer"), TRAINER),
     "miles_async": ("miles_async.cli.train", "miles_async.launcher.run"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,9 @@ def _listed(body: str) -> Iterator[tuple[str, dict[str, Any], str]]:
     try:
         if len(body) > MOST_LISTED:
             raise ValueError(f"more than {MOST_LISTED} characters")
-        written = ast.parse(body.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what Python thinks of "\d": a line of the log for each
+            written = ast.parse(body.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield "", {}, f"{' '.join(str(error).split())} in {_short(body)}"
         return

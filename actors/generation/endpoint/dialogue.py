@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from actors.generation.endpoint.plain_json import MOST_DEPTH, depth_of
 from actors.generation.rollouts.session import Segment, Trajectory, env
 from actors.runtime.chat import Chat, NotAppendOnly
 from actors.runtime.template import as_table
@@ -52,10 +53,10 @@ class DialogueTurn:
 
 
 class CallPlace:
-    """Where the answer to a call goes. `tokens`: all that the model sees."""
+    """Where the answer to a call goes. `tokens`: all that the model sees. `hashed`: of `messages`."""
 
-    def __init__(self, parent: DialogueTurn | None, context: list[int], tools: str, messages: list[Message]) -> None:
-        self.parent, self.context, self.tools, self.messages = parent, context, tools, messages
+    def __init__(self, parent: DialogueTurn | None, context: list[int], tools: str, messages: list[Message], hashed: int) -> None:
+        self.parent, self.context, self.tools, self.messages, self.hashed = parent, context, tools, messages, hashed
         self.tokens = [*(parent.tokens if parent is not None else ()), *context]
 
 
@@ -73,35 +74,36 @@ class Dialogues:
     def place(self, messages: Sequence[Message], tools: Sequence[Any]) -> CallPlace:
         """Where an answer to `messages` (as `plain` gives them) goes. Raises BadChat."""
         offered = json.dumps(list(tools), sort_keys=True) if tools else ""
-        turn = self._known(messages)
+        hashes = _hashes(messages)
+        turn = self._known(messages, hashes)
         why: Opened = "first"
         if turn is not None and turn.tools == offered:
             said = [*turn.messages, *messages[len(turn.messages) :]]  # as we returned it: clients trim
             try:
                 behind = self._chat.follow(turn.messages, said, turn.segment.tokens, tools, stops=self._stops)
-                return CallPlace(turn, behind, offered, said)
+                return CallPlace(turn, behind, offered, said, hashes[-1])
             except NotAppendOnly:
                 why = "template"
         elif turn is not None:
             why = "tools"
         elif self._turns:
             why = "rewritten" if any(message["role"] == "assistant" for message in messages) else "beside"
-        place = CallPlace(None, self._chat.render(messages, tools), offered, list(messages))
+        place = CallPlace(None, self._chat.render(messages, tools), offered, list(messages), hashes[-1])
         self.opened[why] += 1
         return place
 
     def take(self, place: CallPlace, segment: Segment, reply: Message) -> None:
         """The answer there: what the model made, and the message that the client gets for it."""
-        turn = DialogueTurn(place.parent, place.context, segment, place.tools, [*place.messages, plain([reply])[0]])
+        said = plain([reply])[0]
+        turn = DialogueTurn(place.parent, place.context, segment, place.tools, [*place.messages, said])
         if place.parent is not None:
             self.branches += place.parent.children > 0
             place.parent.children += 1
         self._turns.append(turn)
-        self._ended_by[_hashes(turn.messages)[-1]] = turn
+        self._ended_by[_hashes([said], place.hashed)[0]] = turn  # the dialogue may be long, and this is the loop
 
-    def _known(self, messages: Sequence[Message]) -> DialogueTurn | None:
+    def _known(self, messages: Sequence[Message], hashes: Sequence[int]) -> DialogueTurn | None:
         """The last of our turns that `messages` go on behind."""
-        hashes = _hashes(messages)
         for index in range(len(messages) - 2, -1, -1):
             if messages[index]["role"] == "assistant" and (turn := self._ended_by.get(hashes[index])) is not None:
                 return turn
@@ -148,20 +150,24 @@ def _plain(message: Any, index: int) -> Message:
     kept["content"] = content
     if calls := kept.pop("tool_calls", None):
         try:
-            kept["tool_calls"] = [
+            made = [
                 {"id": call.get("id", ""), "type": "function", "function": {
                     "name": call["function"]["name"], "arguments": as_table(call["function"].get("arguments", "{}"))}}
                 for call in calls
             ]  # fmt: skip
         except (TypeError, KeyError, AttributeError) as error:
             raise BadMessages(f"messages[{index}].tool_calls: {type(error).__name__}: {error}") from error
+        kept["tool_calls"] = made
+    if depth_of(kept) > MOST_DEPTH:  # templates and encoders walk it by recursion
+        raise BadMessages(f"messages[{index}] has more than {MOST_DEPTH} tables and lists in each other")
     return kept
 
 
-def _hashes(messages: Sequence[Message]) -> list[int]:
-    """One for each beginning of the dialogue."""
+def _hashes(messages: Sequence[Message], before: int = 0) -> list[int]:
+    """One for each beginning of the dialogue, which goes on behind what has the hash `before`."""
     found: list[int] = []
     for message in messages:
         said = dict(message, content=message["content"].strip())
-        found.append(hash((found[-1] if found else 0, json.dumps(said, sort_keys=True))))
+        before = hash((before, json.dumps(said, sort_keys=True)))
+        found.append(before)
     return found

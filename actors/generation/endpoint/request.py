@@ -12,11 +12,13 @@ from typing import Any
 import msgspec
 
 from actors.generation.endpoint.calls import ToolCall, without
+from actors.generation.endpoint.plain_json import MOST_DEPTH, depth_of
 from actors.generation.rollouts.session import Segment
 from bus.errors import UNREADABLE
 from bus.messages.samples import Sampling
 
 MOST_ANSWERS = 16  # `n` of one call
+MOST_STOPS, LONGEST_STOP = 64, 500  # each is looked for in what is made, whenever more is; the second: characters of one
 Json = dict[str, Any]
 
 
@@ -75,9 +77,13 @@ def read(raw: bytes) -> ChatBody:
         raise BadRequest(f"{', '.join(refused)} not supported: tokens are drawn as the policy is trained.")
     if not 1 <= (body.n or 1) <= MOST_ANSWERS:
         raise BadRequest(f"n = {body.n} is not from 1 to {MOST_ANSWERS}.")
+    if len(body.stops) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in body.stops):
+        raise BadRequest(f"'stop' takes at most {MOST_STOPS} texts of at most {LONGEST_STOP} characters.")
     for name in ("max_tokens", "max_completion_tokens"):
         if (getattr(body, name) or 0) < 0:
             raise BadRequest(f"{name} = {getattr(body, name)} is below 0; leave it out for as many tokens as there are left.")
+    if depth_of(body.offered) > MOST_DEPTH:
+        raise BadRequest(f"'tools' has more than {MOST_DEPTH} tables and lists in each other.")
     for tool in body.offered:
         if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
             raise BadRequest("each of 'tools' must be {'type': 'function', 'function': {'name': ...}}")

@@ -25,13 +25,16 @@ from actors.generation.endpoint.toolloop import within
 from actors.generation.rollouts.session import Segment, Session, Task
 from actors.generation.rollouts.stops import Growing
 from actors.runtime.chat import BadChat, Chat
+from actors.runtime.contained import named
 from actors.runtime.listener import Listener, http_log
 from actors.runtime.whole import off_loop
 from bus.errors import Poison
 from bus.messages.samples import Sampling
 
-MAX_BODY_BYTES = 64 << 20
-INLINE_BYTES = 200_000  # a larger body is tokenised in a thread: 10 MB of text take 30 s, and a worker that stands still ends
+LEAST_BODY_BYTES, MAX_BODY_BYTES = 1 << 20, 16 << 20  # read in one call, lock held: 60 MB took 8 s and more
+BYTES_A_TOKEN = 32  # of a body, for each token of the context
+INLINE_BYTES = 16_000  # a larger body is read in a thread: 190 kB took 140 ms, 10 MB 30 s, and a worker that stands still ends
+INLINE_TOKENS = 1000
 END_S = 1.0  # episodes are over by then; a call whose body never comes would be waited for longer than a drain may take
 Count = Callable[..., object]
 
@@ -61,8 +64,13 @@ class Endpoint:
         self._listener: Listener | None = None
         self.url = ""
 
+    @property
+    def _most_bytes(self) -> int:
+        """Of a body: no context has room for a larger one."""
+        return max(LEAST_BODY_BYTES, min(MAX_BODY_BYTES, BYTES_A_TOKEN * self._context or MAX_BODY_BYTES))
+
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._admit])
+        app = web.Application(client_max_size=self._most_bytes, middlewares=[self._admit])
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=END_S, logger=http_log())
@@ -100,13 +108,18 @@ class Endpoint:
         """Every failure in the words that clients read."""
         episode = self._called(request)
         if episode is None:
-            return _error(401, "no episode has this key; it ended, or the key is another's", "invalid_api_key")
+            refused = _error(401, "no episode has this key; it ended, or the key is another's", "invalid_api_key")
+            refused.force_close()  # whatever else such a caller has sent
+            return refused
         assert self._listener is not None
         self._listener.admit(request)
         try:
             return await handler(request)
         except (BadRequest, BadMessages, BadChat) as error:
             text, code = str(error), "invalid_request"
+        except web.HTTPRequestEntityTooLarge:
+            self._count("context_used_up")
+            return _spent(episode, f"a body of more than {self._most_bytes:,} bytes; no context has room for it")
         except Poison as error:
             text, code = f"the engine can never serve this: {error}", "context_length_exceeded"
         self._count("calls_refused")
@@ -161,7 +174,7 @@ class Endpoint:
                 "index": index,
                 "message": message,
                 "finish_reason": wire.finish_of(message, segment),
-                "logprobs": wire.logprobs_of(segment, self._texts(segment)) if body.logprobs else None,
+                "logprobs": await self._logprobs(segment) if body.logprobs else None,
             }
             for index, (segment, message) in enumerate(made)
         ]
@@ -193,18 +206,28 @@ class Endpoint:
         self._count("turns_served")
         await episode.session.save()  # what an agent has heard, its tools may act on: it stays said
         if stream is not None:
-            logprobs = wire.logprobs_of(segment, self._texts(segment)) if body.logprobs else None
+            logprobs = await self._logprobs(segment) if body.logprobs else None
             await stream.close(index, message, wire.finish_of(message, segment), logprobs)
         return segment, message
 
-    def _texts(self, segment: Segment) -> list[str]:
-        return [self._chat.decode([token]) for token in segment.tokens]
+    async def _logprobs(self, segment: Segment) -> dict[str, Any]:
+        """Each token is decoded by itself: in a thread, for a long answer has tens of thousands."""
+
+        def told() -> dict[str, Any]:
+            return wire.logprobs_of(segment, [self._chat.decode([token]) for token in segment.tokens])
+
+        return await off_loop(told) if len(segment.tokens) > INLINE_TOKENS else told()
 
 
 def _placed(episode: Episode, raw: bytes) -> tuple[ChatBody, CallPlace]:
     """A body, and where its answer goes. Raises BadRequest, BadMessages, BadChat."""
     body = wire.read(raw)
-    return body, episode.dialogues.place(plain(body.messages), body.offered)
+    try:
+        return body, episode.dialogues.place(plain(body.messages), body.offered)
+    except (BadMessages, BadChat):
+        raise
+    except Exception as error:  # whatever else JSON can say that encoders, templates or a tokenizer do not take
+        raise BadRequest(f"the messages or tools cannot be used: {named(error)}") from error
 
 
 def _spent(episode: Episode, text: str) -> web.Response:

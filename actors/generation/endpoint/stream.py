@@ -21,7 +21,9 @@ def head_of(model: str, number: int, kind: str) -> Json:
 
 
 class AnswerStream:
-    """An answer sent as it is made, as server-sent events."""
+    """An answer sent as it is made, as server-sent events. A client that takes nothing of it for `unread_s` has gone."""
+
+    unread_s = 60.0
 
     def __init__(self, http: web.Request, model: str, number: int, body: ChatBody, stops: Sequence[str]) -> None:
         self._http, self._body, self._stops = http, body, stops
@@ -65,9 +67,13 @@ class AnswerStream:
             async with self._begun:
                 if not self._response.prepared:
                     await self._response.prepare(self._http)
-            await self._response.write(f"data: {text}\n\n".encode())
+            async with asyncio.timeout(self.unread_s):
+                await self._response.write(f"data: {text}\n\n".encode())
         except ConnectionError:
             return  # it has gone, maybe before the first word; the answer is recorded all the same
+        except TimeoutError:  # its episode would have no end, for a call that is under way is no idle agent
+            if self._http.transport is not None:
+                self._http.transport.abort()
 
     async def close(self, index: int, message: Message, finish: str, logprobs: Json | None) -> None:
         """The rest of an answer."""

@@ -14,8 +14,8 @@ import msgspec
 from actors.generation.endpoint.calls import ToolCall, fault, parse
 from actors.generation.rollouts.session import Segment, Session, Task, Trajectory, env
 from actors.runtime.chat import BadChat, Chat
-from actors.runtime.template import ASKED, call_id, calling
-from actors.runtime.tools import Toolbox, as_text
+from actors.runtime.template import ASKED, as_text, call_id, calling
+from actors.runtime.tools import TOLD_S, Toolbox
 from bus.messages.samples import Sampling
 
 
@@ -45,7 +45,8 @@ class ToolLoop:
             self._count("tool_calls_faulty", sum(map(bool, answers)))
             for index, call in enumerate(calls):
                 if not answers[index]:
-                    answers[index] = await session.tell(call.name, self._toolbox.call, call.name, call.arguments)
+                    made_for = (call.name, self._toolbox.call, call.name, call.arguments)
+                    answers[index] = await session.tell(*made_for, deadline_s=TOLD_S)
             heard = self._heard(made, calls, answers, task)
             if 0 < self._context <= len(tokens) + len(made.tokens) + len(heard):
                 self._count("context_used_up")

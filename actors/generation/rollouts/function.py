@@ -184,8 +184,8 @@ class RolloutFunction:
 
     async def serve(self, http: web.Request) -> web.Response:
         """A question of the function's process, msgpack."""
-        key = http.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not self._key or not secrets.compare_digest(key, self._key):
+        key, shown = self._key, http.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+        if not key or not secrets.compare_digest(shown, key.encode()):
             return web.Response(status=401)
         body = await http.read()
         try:

@@ -10,26 +10,49 @@ from __future__ import annotations
 import msgspec
 
 from actors.runtime.flat import dtype_of, size_of
+from actors.runtime.transports.kind import SendingTo
+from actors.runtime.transports.records import IPC
 from actors.trainer.transports.flat import FlatBuffers
 from bus.messages.weights import Bucket, FileHandle, WeightPlan
 
 
-class IpcSender:
-    """Exports versions of one model to engines on this host. `tp_size`: handles each engine expects, one per rank."""
+def open_ipc(sending: SendingTo) -> IpcSender:
+    """For the engines of these seats, all of one size."""
+    workers = tuple(seat.worker for seat in sending.seats)
+    gpus = sending.seats[0].gpus
+    return IpcSender(tp_size=gpus, buffers=sending.buffers, workers=workers, deadline_s=sending.deadline_s)
 
-    def __init__(self, *, tp_size: int = 1, buffers: FlatBuffers) -> None:
+
+class IpcSender:
+    """Exports versions of one model to engines on this host. `tp_size`: handles each engine expects, one per rank; `workers`,
+    `deadline_s`: see WeightPlan."""
+
+    def __init__(
+        self, *, tp_size: int = 1, buffers: FlatBuffers, workers: tuple[str, ...] = (), deadline_s: float = 60.0
+    ) -> None:
+        self._workers, self._deadline_s = workers, deadline_s
         self._buffers = buffers
         self._tp_size = tp_size
         self._handles: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
-    def plan(self, *, workers: tuple[str, ...] = (), deadline_s: float = 60.0, whole: str = "") -> WeightPlan:
-        """What workers must know to load what the buffers hold, once these are filled (`workers`, `deadline_s`, `whole`: see
-        WeightPlan). On a GPU raises ImportError without SGLang, whose form of handles its engines expect."""
+    is_open = True
+
+    def open(self) -> None:
+        """There is nothing to wait for."""
+
+    def send(self) -> None:
+        """Engines read the buffers themselves."""
+
+    def plan(self, *, whole: str = "") -> WeightPlan:
+        """What workers must know to load what the buffers hold, once these are filled (`whole`: see WeightPlan). On a GPU raises
+        ImportError without SGLang, whose form of handles its engines expect."""
         if not self._handles:
             self._handles = [self._export(i) for i in range(len(self._buffers.flat))]
         pairs = zip(self._buffers.buckets, self._handles, strict=True)
         buckets = tuple(msgspec.structs.replace(b, handles=handles, quick=quick) for b, (handles, quick) in pairs)
-        return WeightPlan(transport="ipc", buckets=buckets, workers=workers, deadline_s=deadline_s, whole=whole)
+        return WeightPlan(
+            transport=IPC.name, buckets=buckets, workers=self._workers, deadline_s=self._deadline_s, whole=whole
+        )
 
     def _export(self, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Handles of a buffer for SGLang's own loader, and for ours inside SGLang."""

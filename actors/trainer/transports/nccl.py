@@ -14,6 +14,8 @@ from datetime import timedelta
 from typing import Any
 
 from actors.runtime.broadcast import join_group, leave_group, open_store
+from actors.runtime.transports.kind import SendingTo
+from actors.runtime.transports.records import NCCL
 from actors.runtime.whole import called
 from actors.trainer.transports.flat import FlatBuffers, PassingBuckets
 from bus.errors import Transient
@@ -32,6 +34,18 @@ def first_ranks(engines: Mapping[str, int]) -> tuple[dict[str, int], int]:
         ranks[worker] = following
         following += engines[worker]
     return ranks, following
+
+
+def open_nccl(sending: SendingTo) -> NcclSender:
+    """For the engines of these seats. Raises GroupBroken where they could not reach us."""
+    return NcclSender(
+        {seat.worker: seat.gpus for seat in sending.seats},
+        name=sending.name,
+        address=sending.address(),
+        backend="nccl" if sending.buffers.device.type == "cuda" else "gloo",
+        deadline_s=sending.deadline_s,
+        buffers=sending.buffers,
+    )
 
 
 class NcclSender:
@@ -61,7 +75,7 @@ class NcclSender:
     def plan(self, *, whole: str = "") -> WeightPlan:
         """What workers must know to receive what the buffers hold, once these are filled. `whole`: see WeightPlan."""
         return WeightPlan(
-            transport="nccl",
+            transport=NCCL.name,
             buckets=self._buffers.buckets,
             group=self.name,
             address=self._address,

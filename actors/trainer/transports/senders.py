@@ -11,11 +11,17 @@ import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+import msgspec
+
+from actors.kinds import UnknownKind
+from actors.runtime.hooks import load_hook
 from actors.runtime.host import shared_memory_name
+from actors.runtime.run import Refused
+from actors.runtime.transports.kind import Sender, SendingTo
+from actors.runtime.transports.records import transport_kind
 from actors.trainer.spec import CourierSpec
 from actors.trainer.transports.flat import FlatBuffers, NamedTensors, PassingBuckets
-from actors.trainer.transports.ipc import IpcSender
-from actors.trainer.transports.nccl import GroupBroken, NcclSender
+from actors.trainer.transports.nccl import GroupBroken
 from bus import Bus
 from bus.messages.active import Seat
 from bus.messages.policy import WeightManifest
@@ -23,19 +29,24 @@ from bus.messages.weights import WeightPlan
 
 
 class Senders:
-    """At most one, of `spec.transport`. `export`: the weights in buckets; `shared`: folder for buffers on a host without GPUs."""
+    """At most one, of `spec.transport`. `export`: the weights in buckets; `shared`: folder for buffers on a host without GPUs.
+    Raises Refused where that transport's sender cannot be had."""
 
     def __init__(self, bus: Bus, spec: CourierSpec, shared: Path, export: Callable[[], Generator[NamedTensors]]) -> None:
         self._bus = bus
         self._spec = spec
         self._export = export
-        self.buffers = FlatBuffers(shared=shared if spec.transport == "ipc" else None)
-        self.passing = PassingBuckets(export) if spec.transport == "nccl" and not spec.copy else None
-        self.nccl: NcclSender | None = None
-        self._ipc: IpcSender | None = None
+        try:
+            self.kind = transport_kind(spec.transport)
+        except UnknownKind as error:
+            raise Refused(f"transport {spec.transport} cannot be loaded: {error}") from error
+        self._make: Callable[[SendingTo], Sender] | None = None if self.kind.whole else load_hook(self.kind.sender)
+        self.buffers = FlatBuffers(shared=shared if self.kind.shares else None)
+        self.passing = PassingBuckets(export) if self.kind.passes and not spec.copy else None
+        self.sender: Sender | None = None
         self._made_for: tuple[Seat, ...] = ()
-        if spec.transport == "nccl":
-            os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # read when NCCL starts; engines run with it, and both must
+        for name, value in self.kind.variables.items():
+            os.environ.setdefault(name, value)
 
     def take(self) -> WeightManifest:
         """In the training's thread: the weights as they are now, into the buffers if there are any."""
@@ -49,25 +60,20 @@ class Senders:
 
     def plan(self, seats: tuple[Seat, ...], whole: str, *, version: int) -> WeightPlan:
         """For these engines. `whole`: see WeightPlan. Raises GroupBroken where they could not reach us."""
-        deadline_s = self._spec.deadline_s
-        if self._spec.transport == "ipc":
-            if self._ipc is None or self._made_for != seats:
-                self._ipc, self._made_for = IpcSender(tp_size=seats[0].gpus, buffers=self.buffers), seats
-            workers = tuple(seat.worker for seat in seats)
-            return self._ipc.plan(workers=workers, deadline_s=deadline_s, whole=whole)
-        if self.nccl is None or not self.nccl.is_open or self._made_for != seats:
+        assert self._make is not None
+        if self.sender is None or not self.sender.is_open or self._made_for != seats:
             self.end_group()
-            source = self.passing or self.buffers
-            self.nccl = NcclSender(
-                {seat.worker: seat.gpus for seat in seats},
-                name=f"{self._bus.config.run}-{os.getpid()}-{version}",
-                address=self._address(seats),
-                backend="nccl" if source.device.type == "cuda" else "gloo",
-                deadline_s=deadline_s,
-                buffers=source,
+            self.sender = self._make(
+                SendingTo(
+                    seats=seats,
+                    buffers=self.passing or self.buffers,
+                    address=lambda: self._address(seats),
+                    name=f"{self._bus.config.run}-{os.getpid()}-{version}",
+                    deadline_s=self._spec.deadline_s,
+                )
             )
             self._made_for = seats
-        return self.nccl.plan(whole=whole)
+        return msgspec.structs.replace(self.sender.plan(whole=whole), transport=self._spec.transport)
 
     def _address(self, seats: tuple[Seat, ...]) -> str:
         if all(seat.host == shared_memory_name() for seat in seats):
@@ -82,14 +88,13 @@ class Senders:
 
     def end_group(self) -> None:
         """Leave the group, if there is one."""
-        if self.nccl is not None:
-            self.nccl.close()
+        if self.sender is not None and self.kind.broadcasts:
+            self.sender.close()
 
     def close(self) -> None:
         """Leave the group and free the buffers; harmless twice."""
-        self.end_group()
-        if self._ipc is not None:
-            self._ipc.close()
-        self.nccl, self._ipc = None, None
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = None
         for file in self.buffers.files:
             file.unlink(missing_ok=True)

@@ -93,7 +93,7 @@ def _run(snapshot: Snapshot, history: History, total_steps: int, ended: bool) ->
         "knob": shorten(knob_text(history.knobs[-1]), 200) if snapshot.knob_epoch > 0 and history.knobs else "",
         "wrote": shorten(str(history.samples[-1]["response"]), 200) if history.samples else "",
         "tokens_per_s": throughput(recent) if recent else None,
-        "reward": sum(s.get(REWARD) for s in recent) / len(recent) if recent else None,
+        "reward": sum(s.get(REWARD) for s in recent) / len(recent) if recent and not history.supervised else None,
         "shares": shares(recent) if recent else None,
         "evals": {name: history.evals_of(name)[-1].score for name in history.eval_names()},
         "failed_evals": {name: str(r.get("error", "")) for name, r in history.failed_evals.items()},

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from actors.generation.engines.records import DEFAULT, ENGINES
 from actors.recorder.history import History, Step
 from actors.runtime.seeds import rng_for
 from actors.runtime.staleness import Rule, bound_in_steps, rule_of
@@ -134,6 +135,7 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
     seconds = (made + samples * of_thrown) * mean(s.get(f"{SECONDS}/mean") for s, _, _ in seen)
     running = seconds / sum(s.gap_s for s, _, _ in seen)
     workers = max(1, len({str(r["actor"]) for r in history.activations[-64:]}))
+    on_gpus = ENGINES.get(str(knobs.get("engine")), DEFAULT).needs_gpu
     of_each = int(_number(knobs.get("sglang_server_concurrency")))
     return Observed(
         lengths=[lengths for _, lengths, _ in seen],
@@ -149,7 +151,7 @@ def observe(history: History, *, slots: int = 0) -> Observed | None:
         policy=str(knobs.get("staleness_policy", "auto")),
         lookahead=int(_number(knobs.get("staleness_lookahead"))),
         over_sampling=int(_number(knobs.get("over_sampling_batch_size"))),
-        apart=knobs.get("engine") == "sglang" and not (knobs.get("colocate") or knobs.get("lend_trainer_gpus")),
+        apart=on_gpus and not (knobs.get("colocate") or knobs.get("lend_trainer_gpus")),
         alike=_alike([seconds for _, _, seconds in seen], group, [s.get(f"{STRAGGLER}/mean") for s, _, _ in seen]),
         thrown=samples / (made + samples),
         thrown_length=of_thrown,

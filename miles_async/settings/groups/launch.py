@@ -4,7 +4,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from actors.kinds import help_of
 from miles_async.settings.doc import Group, PositiveInt, doc
+from miles_async.settings.launchers import LAUNCHERS, LOCAL, LauncherName
 
 NaturalInt = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -118,17 +120,13 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             "Mean difference between log-probs of trainer and engine that the first step's self-check allows. What bfloat16 alone "
             "makes grows with a model's width and depth; engines that serve FP8 show more.",
             unit="nats",
-            derived="1e-9 with true_on_policy_mode, 1e-4 with the embedded engine and model_dtype float32, else 0.03",
+            derived="0.1 in bfloat16; in float32 1e-4 with the embedded engine, else 0.03; 1e-9 with true_on_policy_mode",
             gt=0, ours=True,
         ),
     ]
     launcher: Annotated[
-        Literal["local", "ray"],
-        doc(
-            "Who places the run's processes: local: all on this host; ray: over the nodes of a Ray cluster (docs/cluster.md).",
-            ours=True,
-        ),
-    ] = "local"
+        LauncherName, doc(f"Who places the run's processes: {help_of(LAUNCHERS)}.", ours=True)
+    ] = LOCAL.name
     ray_address: Annotated[
         str, doc("The Ray cluster: auto (the one of this host) or HOST:PORT of its head. This host is one of its nodes.", ours=True)
     ] = "auto"

@@ -7,6 +7,13 @@ from miles_async.settings.doc import Group, doc
 BUILTIN_PREFIX = "builtin:"
 
 
+def is_made_here(checkpoint: str) -> bool:
+    """Whether it names a model that this package makes itself, and trains in float32."""
+    from miles_async.quickstart.fetched import FETCHED
+
+    return checkpoint.startswith(BUILTIN_PREFIX) and checkpoint.removeprefix(BUILTIN_PREFIX) not in FETCHED
+
+
 class ModelSettings(Group, frozen=True, kw_only=True):
     """What is trained, and from where."""
 
@@ -14,7 +21,8 @@ class ModelSettings(Group, frozen=True, kw_only=True):
         str,
         doc(
             "Hugging Face directory with config.json, tokenizer.json and weights, or builtin:arithmetic (builtin:columns) for "
-            "the small model that this package makes and warm-starts itself. Gives architecture, tokenizer and first weights. A "
+            "the small model that this package makes and warm-starts itself, or builtin:smollm2 for SmolLM2-135M-Instruct, fetched "
+            "once (miles-async get). Gives architecture, tokenizer and first weights. A "
             "block-scaled FP8 directory makes engines serve FP8: weights are quantised like it whenever they are "
             "published; training starts from ref_load, or from the FP8 values themselves."
         ),
@@ -23,7 +31,7 @@ class ModelSettings(Group, frozen=True, kw_only=True):
         Literal["float32", "bfloat16"],
         doc(
             "Type of the policy's weights and activations.",
-            derived="bfloat16 where this host has a GPU and the model is no builtin, else float32", ours=True,
+            derived="bfloat16 where this host has a GPU and the model is none that is made here, else float32", ours=True,
         ),
     ]
 

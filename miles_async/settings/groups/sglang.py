@@ -4,6 +4,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from actors.generation.engines.records import DEFAULT, ENGINES
+from actors.kinds import help_of
+from actors.runtime.transports.records import TRANSPORTS
 from miles_async.settings.doc import Group, PassedOn, PositiveInt, doc
 
 
@@ -11,12 +14,12 @@ class SglangSettings(Group, frozen=True, kw_only=True):
     """Engines and their workers."""
 
     engine: Annotated[
-        Literal["embedded", "sglang", "external", "none"],
+        str,
         doc(
-            "embedded: the small server of this package; sglang: SGLang servers started by us; external: running ones; none: "
-            "supervised training alone, which generates nothing.", ours=True
+            f"{help_of(ENGINES)}; or the dotted path of a record of your own (docs/engines.md).",
+            shipped=tuple(ENGINES), record=True, ours=True,
         ),
-    ] = "embedded"
+    ] = DEFAULT.name
     rollout_external_engine_addrs: Annotated[
         tuple[str, ...], doc("Addresses of running engines, host:port, space separated; for engine external.")
     ] = ()
@@ -200,11 +203,12 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         ),
     ] = "retract"
     update_weight_transport: Annotated[
-        Literal["disk", "ipc", "nccl"],
+        str,
         doc(
-            "How new weights reach engines that served a version before: disk through files in shared memory, ipc by mapping "
-            "the trainer's memory on its host, nccl by a broadcast (gloo on a host without GPUs). What fails goes by disk.",
-            derived="ipc with colocate, else disk", ours=True,
+            "How new weights reach engines that served a version before: "
+            f"{', '.join(kind.told for kind in TRANSPORTS.values())}; or the dotted path of a record of your own "
+            "(docs/engines.md). What fails goes by disk.",
+            derived="ipc with colocate, else disk", shipped=tuple(TRANSPORTS), record=True, ours=True,
         ),
     ]
     update_weight_buffer_size: Annotated[

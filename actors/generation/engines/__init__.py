@@ -1,0 +1,1 @@
+"""Inference engines, one folder a kind: its record (`record.py`), and the adapters that it opens. `records.py` lists them."""
