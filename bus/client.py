@@ -111,9 +111,7 @@ def _options(url: str) -> dict[str, Any]:
             f"login is percent-encoded, or the password is given in {PASSWORD}."
         ) from error
     if scheme == "unix" and not options.get("path"):
-        raise BusRefused(
-            f"bus URL {without_secrets(url)!r} refused: it names no socket. Write unix:///absolute/path/redis.sock."
-        )
+        raise BusRefused(f"bus URL {without_secrets(url)!r} refused: it names no socket. Write unix:///absolute/path/redis.sock.")
     return options
 
 

@@ -119,7 +119,7 @@ async def all_heads(bus: Bus, stream: Stream) -> list[Head]:
     """Everything on a stream, in pages."""
     found: list[Head] = []
     start = "-"
-    while (page := await heads(bus, stream, start=start)):
+    while page := await heads(bus, stream, start=start):
         found += page
         start = f"({page[-1].id}"
         if len(page) < PAGE:
@@ -160,9 +160,7 @@ async def pending_entries(bus: Bus, stream: Stream, readers: str, *, limit: int 
     while len(found) < limit:
         rows = await bus.link.run("XPENDING", bus.keys.stream(stream.name), readers, start, "+", PAGE)
         for entry_id, owner, idle_ms, deliveries in rows or []:
-            found.append(
-                Pending(stream.name, readers, text_of(entry_id), text_of(owner), int(idle_ms) / 1000, int(deliveries))
-            )
+            found.append(Pending(stream.name, readers, text_of(entry_id), text_of(owner), int(idle_ms) / 1000, int(deliveries)))
         if len(rows or []) < PAGE:
             break
         start = f"({found[-1].id}"
@@ -187,9 +185,7 @@ async def consumers_of(bus: Bus, stream: Stream, readers: str) -> list[ConsumerF
 async def stream_facts(bus: Bus) -> tuple[float, dict[str, StreamFacts]]:
     """The server's time, and every stream with its readers at that instant."""
     keys = [bus.keys.stream(s.name) for s in STREAMS]
-    (time, rows), n_bytes = await asyncio.gather(
-        bus.link.run_script(FACTS, keys, []), bus.numbers(bus.keys.in_flight_bytes)
-    )
+    (time, rows), n_bytes = await asyncio.gather(bus.link.run_script(FACTS, keys, []), bus.numbers(bus.keys.in_flight_bytes))
     now = int(time[0]) + int(time[1]) / 1e6
     found = zip(STREAMS, keys, rows, strict=True)
     return now, {s.name: _stream(s, row, now, n_bytes.get(key, 0)) for s, key, row in found}

@@ -68,8 +68,7 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
                 reasons = sorted({*self.dropped, *self.tokens_dropped})
                 lines = [("trained", {"samples": self.trained, "tokens": self.tokens_trained})]
                 lines += [
-                    (f"dropped: {r}", {"samples": self.dropped.get(r, 0), "tokens": self.tokens_dropped.get(r, 0)})
-                    for r in reasons
+                    (f"dropped: {r}", {"samples": self.dropped.get(r, 0), "tokens": self.tokens_dropped.get(r, 0)}) for r in reasons
                 ]
                 return [*lines, ("pending", {"samples": self.pending, "tokens": self.tokens_pending})]
             case "version":

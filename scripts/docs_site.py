@@ -1,6 +1,6 @@
 """Pages of the site that are made from the code when it is built (a hook of mkdocs): every setting, and Miles' flags.
 
-    pip install 'miles-async[docs]' && mkdocs build --strict -f configs/mkdocs.yml       (writes site/; mkdocs serve shows it)
+pip install 'miles-async[docs]' && mkdocs build --strict -f configs/mkdocs.yml       (writes site/; mkdocs serve shows it)
 """
 
 from __future__ import annotations

@@ -52,9 +52,7 @@ def kind_of(words: Sequence[str], run_dir: Path) -> str:
     ):
         if any(part in word for word in words):
             return kind
-    return next(
-        (kind for word, kind in (("train", "launcher"), ("worker", "guest's launcher")) if word in words), "other"
-    )
+    return next((kind for word, kind in (("train", "launcher"), ("worker", "guest's launcher")) if word in words), "other")
 
 
 async def measure(bus: Bus, processes: Iterable[psutil.Process], run_dir: Path, shared: Path) -> Line:

@@ -317,9 +317,7 @@ def main() -> int:
     parser.add_argument("--calm", action="store_true", help="disturb nothing, train on small batches")
     parser.add_argument("--settled", type=float, default=growth.SETTLED_S, help="seconds of a life in which caches fill")
     parser.add_argument("--config", type=Path, default=REPO / "configs" / "quickstart.toml")
-    parser.add_argument(
-        "--home", type=Path, help="where the run lies, which the next piece goes on with; default: a temporary one"
-    )
+    parser.add_argument("--home", type=Path, help="where the run lies, which the next piece goes on with; default: a temporary one")
     parser.add_argument("--judge", action="store_true", help="no new piece: judge what the home holds")
     parser.add_argument("--out", type=Path, help="JSON with the figures of all pieces")
     args = parser.parse_args()

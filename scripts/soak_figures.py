@@ -58,9 +58,7 @@ def _disturbances(home: Home, all_steps: Sequence[StepDone]) -> dict[str, dict[s
             idle[before - 1] += b - a - usual
     found: dict[str, dict[str, Any]] = {}
     for line, seconds in zip(lines, idle, strict=True):
-        row = found.setdefault(
-            line["what"], {"times": 0, "samples_redone": 0, "tokens_regenerated_at_most": 0, "idle_s": 0.0}
-        )
+        row = found.setdefault(line["what"], {"times": 0, "samples_redone": 0, "tokens_regenerated_at_most": 0, "idle_s": 0.0})
         row["times"] += 1
         row["samples_redone"] += line["samples"]
         row["tokens_regenerated_at_most"] += line["tokens"]

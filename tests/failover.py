@@ -25,9 +25,7 @@ REPLICA = "ACL SETUSER follower on >follow +psync +replconf +ping"
 class Failover:
     """`url`: for clients, with the login of user `trainer` if there are rules for it. `certificate`: of all; they speak TLS."""
 
-    def __init__(
-        self, folder: Path, binary: ServerBinary, *, rights: Sequence[str] = (), certificate: Path | None = None
-    ) -> None:
+    def __init__(self, folder: Path, binary: ServerBinary, *, rights: Sequence[str] = (), certificate: Path | None = None) -> None:
         self._folder, self._binary = folder, str(binary.path)
         self._tls: dict[str, Any] = {"ssl": True, "ssl_ca_certs": str(certificate)} if certificate else {}
         self._lines = ["bind 127.0.0.1", "enable-debug-command yes"]

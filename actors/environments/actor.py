@@ -71,9 +71,7 @@ class Environments:
         self._log = Path(context.spec.run_dir or ".") / f"{context.name}.environments.log"
         self._kept: dict[str, KeptEnvironment] = {}
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by episode, of those that are asked now
-        self._consumer = Consumer(
-            context, [ENV_CALLS], "environments", on_dead=self._dead, concurrency=spec.environment_slots
-        )
+        self._consumer = Consumer(context, [ENV_CALLS], "environments", on_dead=self._dead, concurrency=spec.environment_slots)
 
     async def run(self) -> None:
         """Until draining."""

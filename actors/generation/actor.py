@@ -65,9 +65,7 @@ def once() -> Callable[[], bool]:
 class Worker:
     """The room."""
 
-    def __init__(
-        self, context: Context, spec: GenerationSpec, spare: Child | None = None, program: Program | None = None
-    ) -> None:
+    def __init__(self, context: Context, spec: GenerationSpec, spare: Child | None = None, program: Program | None = None) -> None:
         self._context = context
         self._spec = spec
         self._link = open_link(context, spec, spare)

@@ -80,9 +80,7 @@ class Leases:
             return 0
         return max(0, self.slots - self._context.in_flight)
 
-    async def take(
-        self, samples: asyncio.TaskGroup, handle: Callable[[Entry], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def take(self, samples: asyncio.TaskGroup, handle: Callable[[Entry], Coroutine[Any, Any, None]]) -> None:
         """Until draining: waits for a free slot and a current version (woken by `done`), then for entries."""
         context = self._context
         while not context.draining.is_set():

@@ -329,9 +329,7 @@ class EngineLink:
         if compared.unable:
             await self._context.event(EventKind.NOT_COMPARED, compared.unable, version=order.version.id)
 
-    async def _meet_trainer(
-        self, engine: Engine, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]
-    ) -> bool:
+    async def _meet_trainer(self, engine: Engine, order: Activate, plan: WeightPlan, given_up: Callable[[], bool]) -> bool:
         """Be in the group, say so, and wait until the trainer sends; the engine goes on with the old weights meanwhile."""
         self.enter(State.WAITING)
         await self._loader.join(engine, plan)

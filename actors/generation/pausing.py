@@ -29,9 +29,7 @@ async def pause(engine: Engine, kind: Attached, mode: str, before: PolicyVersion
     return await end_requests(engine)
 
 
-async def pause_to_count(
-    engine: Engine, kind: Attached, mode: str, before: PolicyVersion | None, broadcast: bool
-) -> str | None:
+async def pause_to_count(engine: Engine, kind: Attached, mode: str, before: PolicyVersion | None, broadcast: bool) -> str | None:
     """Pause in place an engine that counts in the call that brings the weights (`broadcast`: they come so): one call less while
     requests wait. The version that made its tokens; None, and nothing is paused, where it goes otherwise."""
     counts = broadcast and engine.counts_when_receiving

@@ -213,8 +213,7 @@ class Running:
             version = versions.get(chunk.weight_version)
             if version is None:
                 raise VersionUnknown(
-                    f"engine made tokens under unknown version {chunk.weight_version!r} (known: "
-                    f"{', '.join(versions) or 'none'})"
+                    f"engine made tokens under unknown version {chunk.weight_version!r} (known: {', '.join(versions) or 'none'})"
                 )
             needed = turn.spans[-1].version if turn.spans else turn.floor
             if version.id < needed or (not self.n_tokens and version.step < self.least_step):

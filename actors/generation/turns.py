@@ -66,9 +66,7 @@ class Turns:
         self._pictures = pictures or Pictures(context)
         self._changed = changed
         remedy = "The engine serves another model than this worker was told of, or is broken."
-        self._answers = Streak(
-            context.clock.monotonic, "the engine's answers", remedy, most=MOST_REFUSED, of=GROUPS_REFUSED
-        )
+        self._answers = Streak(context.clock.monotonic, "the engine's answers", remedy, most=MOST_REFUSED, of=GROUPS_REFUSED)
 
     async def save(self, entry: Entry, running: Running) -> bool:
         """What the sample got since it was saved last, on the bus; False = a peer has taken it over."""

@@ -95,9 +95,7 @@ class PartialBuffer:
                 plans = list(self._policy(step, waiting))
             else:  # not in the event loop, which it would hold up
                 name = f"--buffer-filter-path {self._spec.buffer_filter}"
-                plans = await in_time(
-                    name, self._spec.hooks_within_s, lambda: list(self._policy(step, copies(waiting)))
-                )
+                plans = await in_time(name, self._spec.hooks_within_s, lambda: list(self._policy(step, copies(waiting))))
             orders = [plan.order for plan in plans]
             known = {w.order for w in waiting}
             if len(set(orders)) < len(orders) or not set(orders) <= known or any(p.action not in ACTIONS for p in plans):

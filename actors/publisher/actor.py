@@ -204,9 +204,7 @@ class Publisher:
         await self._say(serving)
         await self._sweep(now, serving)
 
-    async def _ask_to_send(
-        self, target: Target, wave: list[str], able: dict[str, Seat], serving: dict[str, int]
-    ) -> None:
+    async def _ask_to_send(self, target: Target, wave: list[str], able: dict[str, Seat], serving: dict[str, int]) -> None:
         """Once for a version, with all who can be sent to; again with those that are left when one is lost."""
         if target.seats is None and wave:
             target.seats = {name: able[name] for name in wave if name in able}

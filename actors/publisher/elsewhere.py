@@ -124,9 +124,7 @@ class Elsewhere:
     def _is_ours(self, path: str) -> bool:
         return bool(self._ours) and Path(path).resolve().is_relative_to(Path(self._ours).resolve())
 
-    def sources(
-        self, version: int, names: Sequence[str], members: Mapping[str, Member]
-    ) -> dict[tuple[str, ...], list[str]]:
+    def sources(self, version: int, names: Sequence[str], members: Mapping[str, Member]) -> dict[tuple[str, ...], list[str]]:
         """Addresses in the order in which to try them -> the workers to be told so. Workers of one host have the same."""
         if version != self._version:
             self._version, self._parents = version, {}

@@ -88,9 +88,7 @@ class Recorder:
         self._tokenizer = Tokenizer(directory) if directory and (Path(directory) / "tokenizer.json").exists() else None
         self._next_text_s, self._text_pause_s = 0.0, TEXTS_FROM_S
 
-    async def follow(
-        self, stop: asyncio.Event, others_end: Callable[[], Awaitable[bool]] = lambda: asyncio.sleep(0, True)
-    ) -> None:
+    async def follow(self, stop: asyncio.Event, others_end: Callable[[], Awaitable[bool]] = lambda: asyncio.sleep(0, True)) -> None:
         """Until `stop`, and then until `others_end` and the logs have come to their end. Woken by the blocking read."""
         self._stop = stop
         file = await asyncio.to_thread(MetricsFile, self._run_dir)

@@ -127,9 +127,7 @@ def _event(m: Event) -> Made:
         seconds = {name: float(m.data.get(name, 0.0)) for name in ("pause_s", "total_s")}
         numbers = {name: int(m.data.get(name, -1)) for name in ("step", "version")}
         how = {"transport": str(m.data.get("transport", "")), "requests": str(m.data.get("requests", ""))}
-        return [
-            ("activated", {**numbers, "actor": m.actor, **seconds, **how, "compared": int(m.data.get("compared", 0))})
-        ]
+        return [("activated", {**numbers, "actor": m.actor, **seconds, **how, "compared": int(m.data.get("compared", 0))})]
     if m.kind == EventKind.SAMPLE:
         return [("sample", dict(m.data))]
     if m.kind == EventKind.SLOTS:

@@ -219,4 +219,3 @@ def _run_id(spec: TrackerSpec) -> str:
         fresh = f"{spec.run}-{os.urandom(4).hex()}"[-64:]
         write_secret(made, fresh + "\n")
         return fresh
-

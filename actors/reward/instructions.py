@@ -88,9 +88,7 @@ CHECKS: dict[str, Check] = {
     "keywords:existence": lambda t, a: all(_has(t, word) for word in a["keywords"]),
     "keywords:frequency": lambda t, a: _related(_has(t, a["keyword"]), a["relation"], a["frequency"]),
     "keywords:forbidden_words": lambda t, a: not any(_has(t, word) for word in a["forbidden_words"]),
-    "keywords:letter_frequency": lambda t, a: _related(
-        t.lower().count(a["letter"].lower()), a["let_relation"], a["let_frequency"]
-    ),
+    "keywords:letter_frequency": lambda t, a: _related(t.lower().count(a["letter"].lower()), a["let_relation"], a["let_frequency"]),
     "length_constraints:number_sentences": lambda t, a: _related(len(_SENTENCE.findall(t)), a["relation"], a["num_sentences"]),
     "length_constraints:number_paragraphs": lambda t, a: _paragraphs(t) == int(a["num_paragraphs"]),
     "length_constraints:number_words": lambda t, a: _related(len(_WORD.findall(t)), a["relation"], a["num_words"]),

@@ -79,9 +79,7 @@ class JudgeScorer(Service):
             "max_tokens": self._max_tokens,
             "temperature": 0.0,
         }
-        answer = await self.ask(
-            self._url, body, sample.sample_id, deadline_s, what="judgement", kind=_Answer, gives="completion"
-        )
+        answer = await self.ask(self._url, body, sample.sample_id, deadline_s, what="judgement", kind=_Answer, gives="completion")
         said = answer.choices[0].message.content or ""
         number, of = (_SCORE.findall(said) or [("nan", "")])[-1]
         score = float(number) / (float(of or 0) or LARGEST)

@@ -43,9 +43,7 @@ class Node:
     name: str = ""
 
 
-_TOKEN = re.compile(
-    r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d{1,3}(?![\d.]))?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z])|([-+*/^!(){}\[\]|_'°]))"
-)
+_TOKEN = re.compile(r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d{1,3}(?![\d.]))?|\.\d+)|(\\[A-Za-z]+)|([A-Za-z])|([-+*/^!(){}\[\]|_'°]))")
 _GREEK = frozenset(
     f"\\{name}"
     for name in (
@@ -58,7 +56,7 @@ FUNCTIONS = (*_TRIG, "ln", "log", "lg", "exp", "arcsin", "arccos", "arctan")
 _FUNCTION = frozenset(f"\\{name}" for name in FUNCTIONS)
 KNOWN_COMMANDS = _GREEK | _FUNCTION | {"\\frac", "\\sqrt", "\\binom"}
 _DIGITS = "0123456789."
-_KNOWN_TO_NOBODY = frozenset("\"#&,;?@`~:$%.")  # no formula has such a character, to whomever it is shown
+_KNOWN_TO_NOBODY = frozenset('"#&,;?@`~:$%.')  # no formula has such a character, to whomever it is shown
 _OPEN = {"(": ")", "{": "}", "[": "]"}
 
 

@@ -85,9 +85,7 @@ class VerifierPool:
             first = await VerifierProcess.boot(self._path, self._tasks, **self._how)
         except NoBoot as error:
             await self.__aexit__()
-            raise Refused(
-                f"{self._setting} {self._path!r} does not load: {error} Correct the function or its path."
-            ) from error
+            raise Refused(f"{self._setting} {self._path!r} does not load: {error} Correct the function or its path.") from error
         except BaseException:
             await self.__aexit__()
             raise
@@ -120,9 +118,7 @@ class VerifierPool:
             try:
                 return await self._ask(own, sample, deadline_s)
             except Bystander as error:
-                raise NoVerifier(
-                    f"{self._path}: the process that {sample.sample_id} had for itself is gone"
-                ) from error
+                raise NoVerifier(f"{self._path}: the process that {sample.sample_id} had for itself is gone") from error
             finally:
                 await own.clear()
 

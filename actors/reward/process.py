@@ -38,9 +38,7 @@ class Bystander(Exception):
 class VerifierProcess:
     """A running verifier with a loaded hook."""
 
-    def __init__(
-        self, child: asyncio.subprocess.Process, mark: str, path: str, is_async: bool, tasks: asyncio.TaskGroup
-    ) -> None:
+    def __init__(self, child: asyncio.subprocess.Process, mark: str, path: str, is_async: bool, tasks: asyncio.TaskGroup) -> None:
         self._child, self._mark = child, mark
         self._path = path
         self._open: dict[int, asyncio.Future[ScoreAnswer]] = {}
@@ -96,9 +94,7 @@ class VerifierProcess:
             if not (self.is_async and await self._cancelled(number)):
                 await self._show()
                 await self.kill()
-            raise DeadlineExceeded(
-                f"scoring {sample.sample_id} with {self._path} took longer than {deadline_s:g} s"
-            ) from None
+            raise DeadlineExceeded(f"scoring {sample.sample_id} with {self._path} took longer than {deadline_s:g} s") from None
         finally:
             del self._open[number]
 

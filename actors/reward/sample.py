@@ -91,9 +91,7 @@ def settle(value: Value, key: str, scorer: str) -> Reward:
     if not isinstance(value, Mapping):
         number = _number(value)
         if number is None:
-            raise ScorerFailed(
-                f"scorer {scorer} gave {_shown(value)}, not a number; return a float or a table of floats."
-            )
+            raise ScorerFailed(f"scorer {scorer} gave {_shown(value)}, not a number; return a float or a table of floats.")
         return Reward(number)
     parts = {str(name): number for name, part in value.items() if (number := _number(part)) is not None}
     known = ", ".join(map(str, list(value)[:MAX_PARTS])) or "none"

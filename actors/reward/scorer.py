@@ -266,15 +266,11 @@ class Scorers:
             return self._custom
         name = (rm_type or self._default).strip()
         if not name:
-            raise UnknownScorer(
-                "the sample names no rm_type and there is no default; set --rm-type or metadata rm_type."
-            )
+            raise UnknownScorer("the sample names no rm_type and there is no default; set --rm-type or metadata rm_type.")
         if name in self._table:
             return self._table[name]
         if name.removeprefix(BOXED) == JUDGE:
             raise UnknownScorer(f"rm_type {name} asks a model and none is given; set --judge-url http://HOST:PORT/v1.")
         if name.removeprefix(BOXED) == REMOTE:
             raise UnknownScorer(f"rm_type {name} asks a service and none is given; set --rm-url http://HOST:PORT/PATH.")
-        raise UnknownScorer(
-            f"no rm_type {name[:60]!r}; known are {', '.join(sorted((*RULES, *OTHERS)))}, and {BOXED}NAME."
-        )
+        raise UnknownScorer(f"no rm_type {name[:60]!r}; known are {', '.join(sorted((*RULES, *OTHERS)))}, and {BOXED}NAME.")

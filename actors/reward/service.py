@@ -76,9 +76,7 @@ class Service:
     async def _post(self, url: str, body: object, who: str, sample_id: str) -> tuple[int, bytes]:
         assert self._http is not None
         try:
-            async with self._http.post(
-                url, data=msgspec.json.encode(body), headers=self._headers, allow_redirects=False
-            ) as reply:
+            async with self._http.post(url, data=msgspec.json.encode(body), headers=self._headers, allow_redirects=False) as reply:
                 if target := reply.headers.get("Location"):
                     return reply.status, f"it sends us to {shown(target)}, which is not followed".encode()
                 found = bytearray()

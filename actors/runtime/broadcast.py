@@ -14,9 +14,7 @@ def open_store(address: str, deadline: timedelta) -> Any:
 
     listener = socket.create_server((address, 0))
     port = int(listener.getsockname()[1])
-    return TCPStore(
-        address, port, None, True, timeout=deadline, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return TCPStore(address, port, None, True, timeout=deadline, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def join_group(
@@ -41,9 +39,7 @@ def join_group(
     store = TCPStore(address, port, world_size, False, timeout=deadline, wait_for_workers=False)
     make: Any = c10d._new_process_group_helper
     limit = deadline if backend == "gloo" else max(deadline, timedelta(hours=1))
-    group, _ = make(
-        world_size, rank, [], c10d.Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
-    )
+    group, _ = make(world_size, rank, [], c10d.Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit)
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 

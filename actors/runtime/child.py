@@ -67,9 +67,7 @@ class Child:
         """Answer for a process that somebody else started. `code`: who can tell its exit status, else it stays unknown."""
         self._process, self._adopted, self._code = None, pid, code
 
-    async def start(
-        self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None, *, append: bool = False
-    ) -> None:
+    async def start(self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None, *, append: bool = False) -> None:
         """Run `words`; OSError when there is no such program."""
         with log.open("ab") as out:  # to append in any case: a log may be shortened under its writer
             if not append:

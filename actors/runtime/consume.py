@@ -165,9 +165,7 @@ class Consumer:
 
     # -- trials -------------------------------------------------------------------------------------------------
 
-    async def take(
-        self, count: int, block_s: float, wanted: Sequence[tuple[Stream, int]] | None = None
-    ) -> list[Entry]:
+    async def take(self, count: int, block_s: float, wanted: Sequence[tuple[Stream, int]] | None = None) -> list[Entry]:
         """Up to `count` entries to begin with now; see Reader.read. Nothing else begins beside one that is tried alone."""
         if self._alone():
             self._ended = asyncio.Event()
@@ -373,9 +371,7 @@ def _key(entry: Entry) -> tuple[str, str]:
     return entry.stream.name, entry.id
 
 
-async def keep_leases(
-    context: Context, reader: Reader, stop: asyncio.Event, free: Callable[[], int] = lambda: 64
-) -> None:
+async def keep_leases(context: Context, reader: Reader, stop: asyncio.Event, free: Callable[[], int] = lambda: 64) -> None:
     """Renew what this reader holds and take over what the dead left, as far as it is `free` to; woken by time or the end."""
     lease_s = context.bus.config.lease_s
     while not await within(lease_s / 4, stop):

@@ -124,9 +124,7 @@ def lost_of(entry: Entry, message: Any, error: str) -> RolloutLost | None:
     sample_id, group_id = entry.fields.get("id", ""), entry.fields.get("group", "")
     if _name(sample_id, group_id):
         return None
-    return RolloutLost(
-        sample_id=sample_id, group_id=group_id, n_samples=0, reason="malformed", error=error, tokens_made=tokens
-    )
+    return RolloutLost(sample_id=sample_id, group_id=group_id, n_samples=0, reason="malformed", error=error, tokens_made=tokens)
 
 
 def header_tokens(entry: Entry) -> int:

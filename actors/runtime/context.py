@@ -154,9 +154,7 @@ class Context:
             ranks=self.ranks or msgspec.UNSET,
         )
 
-    async def event(
-        self, kind: EventKind, text: str, *, level: Level | None = None, about: str = "", **data: Any
-    ) -> None:
+    async def event(self, kind: EventKind, text: str, *, level: Level | None = None, about: str = "", **data: Any) -> None:
         """Tell the operator something worth finding later, in one line. `level`: where it is not the kind's usual one. `about`:
         what the kind is followed by."""
         text, level, name = " ".join(text.split()), level or kind.level, kind.of(about) if about else kind.value

@@ -307,5 +307,3 @@ def _coroutine_function(found: Remote) -> Callable[..., Coroutine[Any, Any, Any]
         return found(*args, **named)
 
     return call
-
-

@@ -32,9 +32,7 @@ def has_ended(who: Who) -> bool:
     return who.processes == processes_name() and not (is_alive(who.pid) and owner_of(who.pid) == who.began)
 
 
-async def take_name(
-    bus: Bus, name: str, beat_s: float, *, who: Who | None = None, gone: Callable[[Who], bool] = has_ended
-) -> None:
+async def take_name(bus: Bus, name: str, beat_s: float, *, who: Who | None = None, gone: Callable[[Who], bool] = has_ended) -> None:
     """Have the name from now on; its holder is heard of every `beat_s`. Waits until that is silent for long enough, woken by time;
     NameTaken when it is heard again."""
     lapse_s, clock, who = SILENT_BEATS * beat_s, bus.clock, who or me()

@@ -43,9 +43,7 @@ def load_named(path: str) -> Any:
             module = importlib.import_module(module_name)
         return getattr(module, name)
     except (ImportError, AttributeError, ValueError, OSError, SystemExit) as error:
-        raise Refused(
-            f"hook {path!r} not loaded: {_why(error)}. Give package.module.function or file.py:function."
-        ) from error
+        raise Refused(f"hook {path!r} not loaded: {_why(error)}. Give package.module.function or file.py:function.") from error
     finally:
         sys.dont_write_bytecode = kept
 

@@ -28,9 +28,9 @@ _Ended = Callable[[], object]
 class Listener:
     """Where the server of `runner`, which is set up, listens. `ended`: called for each connection without a key that is ended.
 
-        listener = Listener(runner)
-        port = await listener.open("127.0.0.1", 0)
-        listener.admit(request)  # by a middleware, once the request has shown a key
+    listener = Listener(runner)
+    port = await listener.open("127.0.0.1", 0)
+    listener.admit(request)  # by a middleware, once the request has shown a key
     """
 
     def __init__(

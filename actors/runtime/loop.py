@@ -41,9 +41,7 @@ def run_loop(body: Coroutine[Any, Any, T]) -> T:
     """Run to the end, as asyncio.run does: Ctrl-C cancels the body and is raised when it has ended, a second one is raised at
     once. Python's own runner listens from its first task on; one that came while that task was made left a task that nobody
     ended. Here it is kept from before there is a loop."""
-    ours = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
+    ours = threading.current_thread() is threading.main_thread() and (signal.getsignal(signal.SIGINT) is signal.default_int_handler)
     interrupt = _Interrupt()
     if ours:
         signal.signal(signal.SIGINT, interrupt.come)

@@ -106,9 +106,7 @@ class _Watch:
                     self._start()
                 except OSError as error:
                     again = f"the event loop is watched by nobody for another {AGAIN_S:.0f} s"
-                    logging.getLogger(self._spec.name).warning(
-                        "no process can be started: %s; %s", error.strerror or error, again
-                    )
+                    logging.getLogger(self._spec.name).warning("no process can be started: %s; %s", error.strerror or error, again)
             await asyncio.sleep(every_s)
 
     def close(self) -> None:

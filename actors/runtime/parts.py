@@ -134,9 +134,7 @@ def kind_of(value: object) -> str:
 def has_text(content: Any) -> bool:
     """Whether a message's content says anything: a text, or parts of which one is a text or a picture."""
     if isinstance(content, list):
-        return any(
-            isinstance(p, dict) and (p.get("type") == "image" or str(p.get("text") or "").strip()) for p in content
-        )
+        return any(isinstance(p, dict) and (p.get("type") == "image" or str(p.get("text") or "").strip()) for p in content)
     return isinstance(content, str) and bool(content.strip())
 
 
@@ -153,11 +151,7 @@ def unseen(messages: Sequence[Mapping[str, Any]], rendered: str, template: str) 
         for part in parts if role not in ("tool", "function", "ipython") else ():
             text = str(part.get("text") or "") if part.get("type") == "text" else ""
             said = (text.rpartition("</think>")[2] if role == "assistant" else text).strip()
-            if (
-                said in rendered
-                or json.dumps(said, ensure_ascii=False)[1:-1] in rendered
-                or json.dumps(said)[1:-1] in rendered
-            ):
+            if said in rendered or json.dumps(said, ensure_ascii=False)[1:-1] in rendered or json.dumps(said)[1:-1] in rendered:
                 continue
             close = close or " ".join(rendered.split())  # a template may lay out a text's lines anew
             if " ".join(said.split()) not in close:
@@ -182,9 +176,7 @@ def _prompt(given: Any, column: Any, *, chat: bool, supervised: bool, padded: bo
     if messages is None:
         if isinstance(prompt, str) and prompt.strip():
             return prompt, pictures
-        raise _Odd(
-            "input_key", f"the prompt is {kind_of(prompt)}, not a non-empty string or chat messages (role, content)"
-        )
+        raise _Odd("input_key", f"the prompt is {kind_of(prompt)}, not a non-empty string or chat messages (role, content)")
     if not chat:
         raise _Odd("input_key", f"the prompt is {kind_of(given)}, not text", _CHAT)
     for number, message in enumerate(messages, 1):
@@ -228,9 +220,7 @@ def _check(message: Message, number: int, kinds: Sequence[str]) -> None:
     for part in content if isinstance(content, list) else ():
         if not (isinstance(part, dict) and part.get("type") in kinds):
             remedy = """Name the pictures' column: --multimodal-keys '{"image": "images"}'."""
-            raise _Odd(
-                "input_key", f"a message holds {kind_of(part)}; prompts are text, without pictures or sound", remedy
-            )
+            raise _Odd("input_key", f"a message holds {kind_of(part)}; prompts are text, without pictures or sound", remedy)
     if not isinstance(content, str | list | None):
         raise _Odd("input_key", f"message {number}, of {role}, has the content {kind_of(content)}, not text", _MEND)
     if role == "user" and not has_text(content):
@@ -304,6 +294,4 @@ def _text(given: Any, setting: str, what: str) -> Any:
     try:
         return given.decode()
     except UnicodeDecodeError:
-        raise _Odd(
-            setting, f"the {what} is {kind_of(given)}, bytes that are no UTF-8 text", "Save the column as text."
-        ) from None
+        raise _Odd(setting, f"the {what} is {kind_of(given)}, bytes that are no UTF-8 text", "Save the column as text.") from None

@@ -135,13 +135,9 @@ def disk_text(error: BaseException, places: Sequence[str]) -> str:
         return ""
     name = getattr(error, "filename", None)
     free = {place: shutil.disk_usage(place).free for place in (name, *places) if place and os.path.exists(place)}
-    least = ", ".join(
-        f"{place} has {n / 1e6:.0f} MB free" for place, n in sorted(free.items(), key=lambda item: item[1])
-    )
+    least = ", ".join(f"{place} has {n / 1e6:.0f} MB free" for place, n in sorted(free.items(), key=lambda item: item[1]))
     what = f" for {name}" if name else ""
-    return (
-        f"no space left{what}: {least}. Free space there (a container's /dev/shm: --shm-size); the same command goes on"
-    )
+    return f"no space left{what}: {least}. Free space there (a container's /dev/shm: --shm-size); the same command goes on"
 
 
 async def _supervise(context: Context, room: R, body: Callable[[Context, R], Awaitable[None]]) -> int:

@@ -94,9 +94,7 @@ class _Server:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            raise SandboxUnavailable(
-                f"the Python sandbox did not start within {BOOT_S:g} s ({type(error).__name__})."
-            ) from error
+            raise SandboxUnavailable(f"the Python sandbox did not start within {BOOT_S:g} s ({type(error).__name__}).") from error
         if "refused" in said:
             await process.wait()
             raise SandboxUnavailable(f"{said['refused']} No code was run.")
@@ -196,9 +194,7 @@ class Sandbox:
         How the two meet, and what that means for tests, is in `examiner.py`. Raises as `run`."""
         return await self._order(program, deadline_s, tests=tests)
 
-    async def _order(
-        self, code: str, deadline_s: float | None, *, stdin: str = "", echo: bool = False, tests: str = ""
-    ) -> Ran:
+    async def _order(self, code: str, deadline_s: float | None, *, stdin: str = "", echo: bool = False, tests: str = "") -> Ran:
         order = {
             "code": code, "stdin": stdin, "echo": echo, "tests": tests, "deadline_s": deadline_s or self._deadline_s,
             **self._limits,

@@ -21,6 +21,7 @@ from bus.topology import ACTIVE, EVAL_RESULTS, POLICY, ROLES
 LATE_BEATS = 3.5  # heartbeats that may be missing before an actor counts as silent
 ENDED = ("stopped", "failed")
 
+
 class ActorFacts(msgspec.Struct, frozen=True):
     """One actor's last vitals, how old they are, and whether its process is there (None: not asked of one that was just
     heard, or on another host)."""
@@ -96,9 +97,7 @@ async def read_snapshot(bus: Bus) -> Snapshot:
     (now, streams), small, vitals, silences, identity = await asyncio.gather(
         stream_facts(bus), bus.snapshot(), bus.vitals(), bus.silences(), read_identity(bus)
     )
-    policy, active, evals = await asyncio.gather(
-        newest_heads(bus, POLICY, 64), bus.last(ACTIVE, 8), bus.last(EVAL_RESULTS, 8)
-    )
+    policy, active, evals = await asyncio.gather(newest_heads(bus, POLICY, 64), bus.last(ACTIVE, 8), bus.last(EVAL_RESULTS, 8))
     wall = bus.clock.wall()
     said = next((m for m in [await readable(bus, e) for e in active] if isinstance(m, PolicyActive)), None)
     facts = policy_facts(policy, said, now)

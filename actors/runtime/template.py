@@ -264,9 +264,7 @@ class Template:
         following = max((text for text in self.marks.values() if whole.startswith(text, stop)), key=len, default="")
         return begin, stop + len(following), ""
 
-    def _begin(
-        self, messages: Sequence[Message], at: int, whole: str, tools: Sequence[Any] | None, low: int, changes: int
-    ) -> int:
+    def _begin(self, messages: Sequence[Message], at: int, whole: str, tools: Sequence[Any] | None, low: int, changes: int) -> int:
         """Where the model's part of message `at` begins: behind as much of the opening as is written in history too. `changes`: the
         first place that depends on what it says."""
         behind_tool = at > 0 and messages[at - 1].get("role") == "tool"

@@ -53,16 +53,11 @@ def left_to_call(tests: str, space: Mapping[str, Any]) -> list[Callable[[], Any]
     tree = ast.parse(tests)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     ran = any(
-        isinstance(n, ast.Attribute) and n.attr in ("main", "TextTestRunner") and _is_unittest(n.value)
-        for n in ast.walk(tree)
+        isinstance(n, ast.Attribute) and n.attr in ("main", "TextTestRunner") and _is_unittest(n.value) for n in ast.walk(tree)
     )
     found: list[Callable[[], Any]] = []
     for node in tree.body:
-        if (
-            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.name.startswith("test")
-            and node.name not in used
-        ):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test") and node.name not in used:
             found.append(_function(node, space[node.name]))
         elif isinstance(node, ast.ClassDef) and node.name not in used and not ran:
             found += _class(node, space[node.name])
@@ -81,9 +76,7 @@ def _says_only(node: ast.stmt) -> bool:
 
 def _calls(tree: ast.Module) -> bool:
     """Whether a value that the text assigns is one that it has to ask for."""
-    values = [
-        node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
-    ]
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None]
     return any(isinstance(node, ast.Call) for value in values for node in ast.walk(value))
 
 

@@ -122,9 +122,7 @@ def chosen(run: str) -> socket.socket | None:
     return mine
 
 
-async def tell_usage(
-    context: Context, over: asyncio.Event, *, first_s: float = FIRST_S, period_s: float = PERIOD_S
-) -> None:
+async def tell_usage(context: Context, over: asyncio.Event, *, first_s: float = FIRST_S, period_s: float = PERIOD_S) -> None:
     """Until `over`. Woken by time or the end."""
     recorder = context.spec.role == "recorder"
     if not recorder and sys.platform != "linux":
@@ -133,9 +131,7 @@ async def tell_usage(
     redis, pause_s = RedisUsage(), first_s
     try:
         while not over.is_set():
-            if usage is None and (
-                sys.platform != "linux" or (held := chosen(f"{context.bus.keys.vitals}-{context.spec.run_dir}"))
-            ):
+            if usage is None and (sys.platform != "linux" or (held := chosen(f"{context.bus.keys.vitals}-{context.spec.run_dir}"))):
                 usage = await asyncio.to_thread(HostUsage, context.spec.run_dir or "/")
             if await within(pause_s, over):
                 return

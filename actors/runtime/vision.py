@@ -176,9 +176,7 @@ class Vision:
         t, h, w = made["image_grid_thw"][0].tolist()
         return np.ascontiguousarray(made["pixel_values"], dtype=np.float32), (t, h, w)
 
-    def laid_out(
-        self, ids: Sequence[int], grids: Sequence[tuple[int, int, int]]
-    ) -> tuple[list[int], list[Picture]]:
+    def laid_out(self, ids: Sequence[int], grids: Sequence[tuple[int, int, int]]) -> tuple[list[int], list[Picture]]:
         """Token ids with as many placeholders for each picture as it has tokens, and where these lie. Raises BadImage where the ids
         have another number of placeholders than pictures."""
         if (places := list(ids).count(self.token)) != len(grids):

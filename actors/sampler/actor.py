@@ -315,9 +315,7 @@ class Sampler:
         row, cursor = self._order.take(position.cursor)
         return row, 0, Position(cursor, position.reissued)
 
-    def _tasks(
-        self, group: OpenGroup, prompt: Prompt, knobs: KnobValues, pictures: tuple[Picture, ...]
-    ) -> list[SampleTask]:
+    def _tasks(self, group: OpenGroup, prompt: Prompt, knobs: KnobValues, pictures: tuple[Picture, ...]) -> list[SampleTask]:
         """The samples of a group that are open under its key; they begin under the version served now or a later one."""
         spec = self._spec
         tokens = pack_ints(prompt.token_ids)

@@ -33,9 +33,7 @@ class Trained(msgspec.Struct, frozen=True):
     consumed: Consumed
 
 
-def consumed_by(
-    batch: Sequence[tuple[str, Part, GroupKept]], result: StepResult, *, step: int, bound: int
-) -> list[Consumed]:
+def consumed_by(batch: Sequence[tuple[str, Part, GroupKept]], result: StepResult, *, step: int, bound: int) -> list[Consumed]:
     """The accounts of a batch: key, part and samples taken, in training order; `step` updates were inside the weights."""
     found: list[Consumed] = []
     position = 0
@@ -144,9 +142,7 @@ def remaining(listed: Mapping[str, bytes], trained: Sequence[Trained]) -> dict[s
     return left
 
 
-def trained_samples(
-    batch: Sequence[tuple[Part, GroupKept]], result: StepResult, *, step: int
-) -> Iterator[SamplesTrained]:
+def trained_samples(batch: Sequence[tuple[Part, GroupKept]], result: StepResult, *, step: int) -> Iterator[SamplesTrained]:
     """Messages about all samples of a batch, in training order. `step`: the number of the step just done."""
     found: list[SampleTrained] = []
     position = 0
@@ -158,6 +154,4 @@ def trained_samples(
             trained = sum(map(sum, result.trained_spans[first:position]))
             share = round(sum(shares), 6) if shares else -1.0
             found.append(life_of(scored, judged=part.at, trained=trained, share=share))
-    return (
-        SamplesTrained(step=step, samples=tuple(found[at : at + A_MESSAGE])) for at in range(0, len(found), A_MESSAGE)
-    )
+    return (SamplesTrained(step=step, samples=tuple(found[at : at + A_MESSAGE])) for at in range(0, len(found), A_MESSAGE))

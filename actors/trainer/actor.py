@@ -220,9 +220,7 @@ class Trainer:
             if not (flagged := [one for one in found if one not in asked_for]):
                 continue
             shown = ", ".join(flagged[:5])
-            await self._context.event(
-                EventKind.BATCH, f"step {step + 1}: {len(flagged)} samples ({shown})", about=reason
-            )
+            await self._context.event(EventKind.BATCH, f"step {step + 1}: {len(flagged)} samples ({shown})", about=reason)
         return result
 
     async def _done(

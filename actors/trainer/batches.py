@@ -201,9 +201,7 @@ class Batches:
         if rule == "wait":  # no straggler is passed by more than `lookahead` groups
             left = self._intake.still_open(await self._listed())
             window = first_groups((self._context.bus.group_of(*listed) for listed in left.items()), size, self._lookahead)
-        return cut(
-            ready=ready, step=step, size=size, bound=bound, rule=rule, elsewhere=elsewhere, window=window
-        )
+        return cut(ready=ready, step=step, size=size, bound=bound, rule=rule, elsewhere=elsewhere, window=window)
 
     async def _listed(self) -> dict[str, bytes]:
         return await self._context.bus.hash_of(self._context.bus.keys.open_groups)

@@ -20,9 +20,7 @@ from bus.messages.versions import staleness
 EMPTY: Mapping[str, bytes] = MappingProxyType({})
 
 
-def to_trajectories(
-    scored: Scored, *, known: tuple[float, ...] = (), images: Mapping[str, bytes] = EMPTY
-) -> list[BatchSample]:
+def to_trajectories(scored: Scored, *, known: tuple[float, ...] = (), images: Mapping[str, bytes] = EMPTY) -> list[BatchSample]:
     """One scored rollout: a training sample for each of its trajectories, which share its reward and count once in the statistics
     of their group and in the averages of the loss. `known`: see GroupKept. `images`: pictures' bytes, by blob."""
     strands, taught = scored.rollout.strands, scored.teacher_logprobs
@@ -32,9 +30,7 @@ def to_trajectories(
     return found
 
 
-def _of_strand(
-    scored: Scored, at: int, strand: Strand, known: tuple[float, ...], images: Mapping[str, bytes]
-) -> BatchSample:
+def _of_strand(scored: Scored, at: int, strand: Strand, known: tuple[float, ...], images: Mapping[str, bytes]) -> BatchSample:
     task, response, several = scored.rollout.task, strand.response, scored.rollout.several
     prompts = [unpack_ints(prompt) for prompt in (task.prompt_tokens, strand.prompt_tokens)] if task.pictures else ((), ())
     tokens = np.frombuffer(response.tokens, dtype=np.int32)

@@ -68,9 +68,7 @@ class Stage(enum.Enum):
 class Courier:
     """One version at a time. `in_thread` runs a call between training steps, where weights stand still."""
 
-    def __init__(
-        self, context: Context, spec: CourierSpec, backend: TrainBackend, in_thread: InThread, weights_dir: Path
-    ) -> None:
+    def __init__(self, context: Context, spec: CourierSpec, backend: TrainBackend, in_thread: InThread, weights_dir: Path) -> None:
         self._context = context
         self._spec = spec
         self._backend = backend

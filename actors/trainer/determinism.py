@@ -18,9 +18,7 @@ FILE = "determinism.jsonl"
 NUMBERS = ("train/loss", "train/grad_norm")
 
 
-def step_line(
-    step: int, groups: Iterable[GroupKept], seed: int, metrics: Mapping[str, float], weights: str
-) -> dict[str, object]:
+def step_line(step: int, groups: Iterable[GroupKept], seed: int, metrics: Mapping[str, float], weights: str) -> dict[str, object]:
     """(pure) `samples`, `tokens`, `masks`, `logprobs`, `rewards` of the batch in training order, each as a hash, so that one sees
     which of them is another; `weights` after the step; numbers to the last bit, as hexadecimal floats."""
     hashes = {name: xxhash.xxh3_64() for name in ("samples", "tokens", "masks", "logprobs", "rewards")}

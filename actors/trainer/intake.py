@@ -219,9 +219,7 @@ class Intake:
     async def acknowledge(self, step: int, checkpoint: Checkpointed | None) -> None:
         """Everything trained up to `step` is durable: acknowledge, close and book the entries of which no sample is left.
         Repeatable after a crash."""
-        by_key = {
-            key: of for key, of in self._trained.items() if key not in self.ready and all(t.step <= step for t in of)
-        }
+        by_key = {key: of for key, of in self._trained.items() if key not in self.ready and all(t.step <= step for t in of)}
         keys = list(by_key)
         for start in range(0, len(keys), ACKS_PER_COMMIT):
             part = keys[start : start + ACKS_PER_COMMIT]

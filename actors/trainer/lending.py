@@ -46,9 +46,7 @@ def expected_wait(*, missing: int, rate: float, waited_s: float) -> float:
     return missing / rate if rate > 0 else waited_s
 
 
-def should_be_lent(
-    *, lent: bool, wait_s: float, lend_s: float, take_s: float, floor_s: float, returns: int, unread: bool
-) -> bool:
+def should_be_lent(*, lent: bool, wait_s: float, lend_s: float, take_s: float, floor_s: float, returns: int, unread: bool) -> bool:
     """Whether engines should have the GPUs now.
 
     `lent`: they have them. `wait_s`: until the batch is complete. `lend_s`, `take_s`: what lending costs, from the word to the

@@ -17,6 +17,7 @@ Reduction = Literal["per_sample", "per_token", "constant"]
 Level = Literal["token", "sequence", "geometric"]
 Bounding = Literal["truncate", "clip", "mask"]
 
+
 class ObjectiveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything the objective needs to know; frozen, so one value serves one step.
 

@@ -41,9 +41,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "rloo": Estimator(baseline="leave_one_out"),
     "maxrl": Estimator(baseline="over_mean", whole_groups=True),
     "reinforce_plus_plus": Estimator(advantage="discounted", charges_kl=True, whitens=True),
-    "reinforce_plus_plus_baseline": Estimator(
-        advantage="reward_minus_kl", baseline="centred", charges_kl=True, whitens=True
-    ),
+    "reinforce_plus_plus_baseline": Estimator(advantage="reward_minus_kl", baseline="centred", charges_kl=True, whitens=True),
     "ppo": Estimator(advantage="gae", charges_kl=True, critic=True),
     "on_policy_distillation": Estimator(advantage="distilled", teacher=True),
 }

@@ -26,9 +26,7 @@ MOST_REFUSED = 8  # batches in a row
 class RefusedBatches:
     """`in_thread` runs a call where the backend lives."""
 
-    def __init__(
-        self, context: Context, intake: Intake, backend: TrainBackend, in_thread: Callable[..., Awaitable[Any]]
-    ) -> None:
+    def __init__(self, context: Context, intake: Intake, backend: TrainBackend, in_thread: Callable[..., Awaitable[Any]]) -> None:
         self._context = context
         self._intake = intake
         self._backend = backend

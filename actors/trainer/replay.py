@@ -30,9 +30,7 @@ class ReplayedStep(msgspec.Struct, frozen=True):
 def batch_of(record: RecordedBatch) -> StepBatch:
     """The backend's view of a recorded step."""
     step = record.done.step - 1
-    return StepBatch(
-        samples=to_samples(record.groups, record.images), step=step, seed=record.done.seed, knobs=record.knobs
-    )
+    return StepBatch(samples=to_samples(record.groups, record.images), step=step, seed=record.done.seed, knobs=record.knobs)
 
 
 def start_of(save: Path, first: int) -> int:

@@ -36,9 +36,7 @@ ENDED = ("draining", "stopped")
 class GpuTurns:
     """Nothing happens here when no worker shares the GPUs: the turn is always the trainer's."""
 
-    def __init__(
-        self, context: Context, spec: TurnSpec, backend: TrainBackend, in_thread: Callable[..., Awaitable[Any]]
-    ) -> None:
+    def __init__(self, context: Context, spec: TurnSpec, backend: TrainBackend, in_thread: Callable[..., Awaitable[Any]]) -> None:
         self._context = context
         self._spec = spec
         self._backend = backend

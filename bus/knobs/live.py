@@ -190,9 +190,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-async def propose(
-    bus: Bus, patch: Mapping[str, object], *, author: str, reason: str = "", check: Check | None = None
-) -> KnobPatch:
+async def propose(bus: Bus, patch: Mapping[str, object], *, author: str, reason: str = "", check: Check | None = None) -> KnobPatch:
     """Check a patch against the present whole and append it; the epoch it got is in the result. `check` knows names, text and
     the rules between settings; without it values have only to be of their kind.
 
@@ -383,9 +381,7 @@ class LiveKnobs:
         entries = await self._tail.read(block_s)
         self._current = await self._fold(self._current, self._history, entries)
 
-    async def _fold(
-        self, current: KnobValues | None, history: list[KnobPatch], entries: Sequence[Entry]
-    ) -> KnobValues | None:
+    async def _fold(self, current: KnobValues | None, history: list[KnobPatch], entries: Sequence[Entry]) -> KnobValues | None:
         current, rejected = await _take_up(self._bus, current, history, entries)
         self.rejected = [*self.rejected, *rejected][-20:]
         self._heard.set()

@@ -67,9 +67,7 @@ async def carry_out(bus: Bus, planned: KnobPatch, *, step: int) -> KnobPatch:
 
     def make(history: list[KnobPatch], live: KnobValues) -> KnobPatch:
         _waits(pending(history), planned.epoch)
-        why = f"planned for step {planned.at_step} as epoch {planned.epoch}" + (
-            f": {planned.reason}" if planned.reason else ""
-        )
+        why = f"planned for step {planned.at_step} as epoch {planned.epoch}" + (f": {planned.reason}" if planned.reason else "")
         ended = KnobPatch(epoch=0, values={}, plan=planned.epoch, author=planned.author, reason=why)
         try:
             values = {name: checked(name, value, live.kinds) for name, value in (planned.planned or {}).items()}

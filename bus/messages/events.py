@@ -25,9 +25,7 @@ class EventKind(StrEnum):
     remedy: str
     tail: str
 
-    def __new__(
-        cls, value: str, levels: Level | tuple[Level, ...], meaning: str, remedy: str = "", tail: str = ""
-    ) -> Self:
+    def __new__(cls, value: str, levels: Level | tuple[Level, ...], meaning: str, remedy: str = "", tail: str = "") -> Self:
         self = str.__new__(cls, value)
         self._value_, self.meaning, self.remedy, self.tail = value, meaning, remedy, tail
         self.levels = (levels,) if isinstance(levels, str) else levels

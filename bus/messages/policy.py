@@ -171,9 +171,7 @@ class StepDone(Message, frozen=True, kw_only=True, tag="policy.step"):
     lives: Packed | msgspec.UnsetType = msgspec.UNSET
 
     def header(self) -> Header:
-        return Header(
-            id=f"step{self.step}", version=self.version.id, knob=self.knob_epoch, note=f"groups={len(self.groups)}"
-        )
+        return Header(id=f"step{self.step}", version=self.version.id, knob=self.knob_epoch, note=f"groups={len(self.groups)}")
 
 
 ALREADY_TRAINED = "already_trained"

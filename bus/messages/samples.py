@@ -275,9 +275,7 @@ class Parked(Message, frozen=True, kw_only=True, tag="sample.parked"):
 
     def header(self) -> Header:
         task, response = self.task, self.response
-        return Header(
-            id=task.sample_id, group=task.group_id, tokens=response.n_tokens, note=self.reason, asides=response.aside
-        )
+        return Header(id=task.sample_id, group=task.group_id, tokens=response.n_tokens, note=self.reason, asides=response.aside)
 
 
 class PrefixResume(Message, frozen=True, kw_only=True, tag="prefix.resume"):

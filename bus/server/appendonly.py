@@ -40,9 +40,7 @@ def shorten(home: Path) -> None:
     if kept < size:
         os.truncate(file, kept)
         with (home / "redis.log").open("a", encoding="utf-8") as log:
-            log.write(
-                f"miles-async: {size - kept} bytes of zeros were cut off from the end of {file.name} (a power cut?)\n"
-            )
+            log.write(f"miles-async: {size - kept} bytes of zeros were cut off from the end of {file.name} (a power cut?)\n")
 
 
 def _without_zeros(path: Path) -> int:

@@ -42,9 +42,7 @@ def parse_version(text: str) -> tuple[int, int, int] | None:
 def probe(path: Path) -> ServerBinary | str:
     """The binary at `path`, or in words why it cannot be used."""
     try:
-        done = subprocess.run(
-            [str(path), "--version"], capture_output=True, text=True, timeout=VERSION_DEADLINE_S, check=False
-        )
+        done = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=VERSION_DEADLINE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path} does not run ({error})"
     version = parse_version(done.stdout)

@@ -77,9 +77,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.used_memory / self.max_memory if self.max_memory else 0.0
 
 
-async def check_server(
-    client: Redis, *, url: str, deadline_s: float = CHECK_DEADLINE_S
-) -> tuple[ServerFacts, tuple[str, ...]]:
+async def check_server(client: Redis, *, url: str, deadline_s: float = CHECK_DEADLINE_S) -> tuple[ServerFacts, tuple[str, ...]]:
     """Asks the server what it is and writes one probe key that expires. Sends nothing else. With warnings, single lines for the
     operator, none of them fatal.
 

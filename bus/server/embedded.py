@@ -212,16 +212,13 @@ class EmbeddedRedis:
                 self._forget()
                 damage = damage_in(self.log_path, said_before)
                 said, remedy = (damage, f" Its file is damaged. {DAMAGED}") if damage else (self._last_log_line(), "")
-                raise BusRefused(
-                    f"{binary.path} exited with {code} in {self.directory}: {said}. Read {self.log_path}.{remedy}"
-                )
+                raise BusRefused(f"{binary.path} exited with {code} in {self.directory}: {said}. Read {self.log_path}.{remedy}")
             if late():
                 self._child.kill()
                 self._child.wait(STOP_DEADLINE_S)
                 self._forget()
                 raise BusUnreachable(
-                    f"{binary.path} in {self.directory} did not answer in time: {self._last_log_line()}. "
-                    f"Read {self.log_path}."
+                    f"{binary.path} in {self.directory} did not answer in time: {self._last_log_line()}. Read {self.log_path}."
                 )
         self._pid = self._child.pid
 

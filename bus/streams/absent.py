@@ -54,9 +54,7 @@ async def let_go(bus: Bus, held: Held, readers: str, me: str, *, blamed: tuple[s
         # Not below 1: who is given it must look for what a former holder has saved.
         count = max(1, deliveries - 1) if spared else deliveries
         key = bus.keys.stream(stream)
-        await bus.link.run(
-            *("XCLAIM", key, readers, me, 0, entry_id), *("IDLE", idle_ms, "RETRYCOUNT", count, "JUSTID")
-        )
+        await bus.link.run(*("XCLAIM", key, readers, me, 0, entry_id), *("IDLE", idle_ms, "RETRYCOUNT", count, "JUSTID"))
 
 
 async def count_death(bus: Bus, name: str, why: str) -> int:

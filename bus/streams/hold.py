@@ -64,9 +64,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
             number, owner = int(generation), token.decode("ascii")
         except (*UNREADABLE, ValueError) as error:
             raise Garbage.of_hash(key, name, error) from error
-        return Held(
-            word=word, heard=text_of(heard), silent_s=silent_ms / 1000, generation=number, token=owner, who=said
-        )
+        return Held(word=word, heard=text_of(heard), silent_s=silent_ms / 1000, generation=number, token=owner, who=said)
 
 
 _token = (0, "")  # process, and what it is known by

@@ -92,9 +92,7 @@ def translate(error: RedisError, shown: str) -> Exception:
     if isinstance(error, AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
         return BusRefused(f"Redis at {shown} refuses us: {text.rstrip('.')}. {LOGIN}")
     if refuses_writes(error) and (isinstance(error, OutOfMemoryError) or text.startswith("OOM")):
-        return BusFull(
-            f"Redis at {shown} is out of memory and refuses writes. Raise its maxmemory; nothing acknowledged is lost."
-        )
+        return BusFull(f"Redis at {shown} is out of memory and refuses writes. Raise its maxmemory; nothing acknowledged is lost.")
     if text.startswith("NOREPLICAS"):
         return BusFull(
             f"Redis at {shown} has fewer replicas than its min-replicas-to-write asks for and takes no writes. Start its "

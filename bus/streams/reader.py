@@ -93,9 +93,7 @@ class Reader:
         """Close the connection; held entries stay pending for their next owner."""
         await self._wire.close()
 
-    async def read(
-        self, count: int, block_s: float, wanted: Sequence[tuple[Stream, int]] | None = None
-    ) -> list[Entry]:
+    async def read(self, count: int, block_s: float, wanted: Sequence[tuple[Stream, int]] | None = None) -> list[Entry]:
         """Up to `count` entries: claimed and own pending ones first, then new ones in stream order of priority. `wanted`: only of
         these streams, in this order, and at most so many of each; it says nothing about what was claimed or pending."""
         if count <= 0:
@@ -281,7 +279,6 @@ class Reader:
         except (ConnectionError, TimeoutError, OSError):
             self._reread = True  # entries may have been given to us in a reply that never came
             raise
-
 
     async def _asked(self, command: Sequence[Any], block_s: float = 0.0) -> Any:
         """The reply; in the same round trip who has our name by then. What is delivered to a zombie nobody works on: it stays

@@ -99,9 +99,7 @@ class Run:
         from actors.recorder.history import history_of
 
         steps = history_of(self._records()).steps
-        return _table(
-            {"step": s.step, "wall": s.wall, "gap_s": s.gap_s, "groups": s.n_groups, **s.metrics} for s in steps
-        )
+        return _table({"step": s.step, "wall": s.wall, "gap_s": s.gap_s, "groups": s.n_groups, **s.metrics} for s in steps)
 
     def evals(self) -> Table:
         """One row for each evaluation: `step`, `version`, `wall` (seconds since 1970), `name` of the held-out set, `n_samples`,

@@ -80,9 +80,7 @@ class StartedRun(Run):
             why = f"cannot write to {self.log.parent.absolute()}: {(error.strerror or str(error)).lower()}"
             raise SettingsError(why, field="runs_dir", remedy="Choose another runs_dir.") from None
         self._first, self._owner = self._told, os.getpid()
-        threading.Thread(
-            target=self._process.wait, name="miles-async launcher", daemon=True
-        ).start()  # no zombie is left
+        threading.Thread(target=self._process.wait, name="miles-async launcher", daemon=True).start()  # no zombie is left
         super().__init__(RunRef(run_dir.name, "", run_dir))
 
     @property

@@ -39,9 +39,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("status", "miles_async.cli.status", "Show actors and streams of a run."),
     Command("top", "miles_async.cli.top", "Show a run in the terminal, live, and steer it there.", draws=True),
     Command("console", "miles_async.cli.console", "Show a run in the browser, live, and steer it there."),
-    Command(
-        "doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."
-    ),
+    Command("doctor", "miles_async.cli.doctor", "Say who waits for what and why, what is wrong, which bound would serve."),
     Command("bus", "miles_async.cli.bus", "Look into the streams: ls, tail, show, export, lag, dead."),
     Command("ledger", "miles_async.cli.ledger", "Account for every sample and token."),
     Command("trace", "miles_async.cli.trace", "Tell one sample's whole life."),
@@ -52,9 +50,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("shadow", "miles_async.cli.shadow", "Try another reward, filter or loss on a run's samples, beside it."),
     Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),
     Command("get", "miles_async.cli.get", "Fetch a small pretrained model once."),
-    Command(
-        "convert", "miles_async.cli.convert", "Convert a model between Hugging Face and Megatron's torch_dist format."
-    ),
+    Command("convert", "miles_async.cli.convert", "Convert a model between Hugging Face and Megatron's torch_dist format."),
     Command("ray", "miles_async.cli.ray", "Start a run as a job on a Ray cluster."),
     Command("completion", "miles_async.cli.completion", "Make a shell complete all this: bash, zsh or fish."),
     Command("stop", "miles_async.cli.stop", "Ask a run to stop; the same train command resumes it."),

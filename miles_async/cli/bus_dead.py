@@ -51,9 +51,7 @@ def _letters_text(letters: list[Letter]) -> str:
         letter = item.letter
         when = datetime.fromtimestamp(letter.wall).strftime("%m-%d %H:%M:%S") if letter.wall else "-"
         who = letter.sample_id or letter.group_id or letter.entry_id
-        rows.append(
-            [item.id, when, letter.stream, who, letter.actor, str(letter.deliveries), shorten(letter.error, 100)]
-        )
+        rows.append([item.id, when, letter.stream, who, letter.actor, str(letter.deliveries), shorten(letter.error, 100)])
     columns = ["id", "when", "stream", "sample", "actor", "tries", "error"]
     body = table(columns, rows, right=("tries",))
     advice = "miles-async bus dead retry ID gives one another chance; bus dead list --json shows tracebacks."

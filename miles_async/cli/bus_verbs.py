@@ -202,9 +202,7 @@ async def lag(bus: Bus, *, as_json: bool) -> int:
         for facts in snapshot.streams[stream.name].readers:
             found.append((stream.name, facts, await consumers_of(bus, stream, facts.readers)))
     if as_json:
-        print_json(
-            [{"stream": name, **msgspec.to_builtins(facts), "by": msgspec.to_builtins(by)} for name, facts, by in found]
-        )
+        print_json([{"stream": name, **msgspec.to_builtins(facts), "by": msgspec.to_builtins(by)} for name, facts, by in found])
         return 0
     rows = []
     for name, facts, by in found:

@@ -116,9 +116,7 @@ def _settings(command: str, given: list[str], last: str, now: str) -> Iterable[s
     return {"whatif": lambda: _runs(given), "ray": lambda: ["submit"]}.get(command, shipped)()
 
 
-def _options(
-    declare: Callable[[argparse.ArgumentParser], None], given: list[str], last: str, now: str
-) -> Iterable[str]:
+def _options(declare: Callable[[argparse.ArgumentParser], None], given: list[str], last: str, now: str) -> Iterable[str]:
     """Where a parser knows what may stand."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     declare(parser)

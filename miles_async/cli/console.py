@@ -38,9 +38,7 @@ async def _console(ref: RunRef, port: int, read_only: bool) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(run_console(bus, feed, mode="none", total_steps=total, stop=stop))
-                await serve(
-                    bus, feed, here, total_steps=total, port=port, read_only=why, kept=kept, stop=stop, say=_say
-                )
+                await serve(bus, feed, here, total_steps=total, port=port, read_only=why, kept=kept, stop=stop, say=_say)
         finally:
             stop.set()
     print("left the console" + ("" if kept else "; the run goes on"))

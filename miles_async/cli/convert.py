@@ -13,9 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"), help="From what to what.")
     parser.add_argument("source", type=Path, help="Model directory, or parent directory of checkpoints.")
     parser.add_argument("target", type=Path, help="Directory to write; new or empty.")
-    parser.add_argument(
-        "--ckpt-step", type=int, help="Which checkpoint of SOURCE. Default: the one its tracker file names."
-    )
+    parser.add_argument("--ckpt-step", type=int, help="Which checkpoint of SOURCE. Default: the one its tracker file names.")
     parser.add_argument(
         "--hf-checkpoint",
         type=Path,

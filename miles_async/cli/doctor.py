@@ -43,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
         if args.as_json:
             waits = [{"actor": actor, "text": text} for actor, text in explain(scene)]
             said = {"lines": advice.lines, "now": advice.now, "choices": advice.choices} if advice is not None else None
-            print_json(
-                {"run": scene.snapshot.run, "well": not wrong, "findings": findings, "actors": waits, "advice": said}
-            )
+            print_json({"run": scene.snapshot.run, "well": not wrong, "findings": findings, "actors": waits, "advice": said})
         else:
             print(as_text(scene, advice))
         return 1 if wrong else 0

@@ -48,9 +48,7 @@ def mentions(text: str, name: str) -> bool:
 def _row(head: str, text: str) -> str:
     indent = " " * (MARGIN + 2)
     first = f"  {head:<{MARGIN}}" if head else "  "
-    return textwrap.fill(
-        text, WIDTH, initial_indent=first, subsequent_indent=indent if head else "  ", break_on_hyphens=False
-    )
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=indent if head else "  ", break_on_hyphens=False)
 
 
 def _live(spec: FieldSpec) -> str:

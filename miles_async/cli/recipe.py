@@ -110,9 +110,7 @@ async def _asked(path: Path, order: dict[str, Any]) -> RecipeAnswer:
     async with Sandbox(width=1, memory_bytes=MEMORY_BYTES, output_bytes=OUTPUT_BYTES, deadline_s=DEADLINE_S) as sandbox:
         for _ in range(MOST_ROUNDS):
             answer = _answer(path, await sandbox.run(BOOT, stdin=json.dumps(order)))
-            there = {
-                name: "file" if os.path.isfile(name) else "folder" for name in answer["asked"] if os.path.exists(name)
-            }
+            there = {name: "file" if os.path.isfile(name) else "folder" for name in answer["asked"] if os.path.exists(name)}
             if not there:
                 return answer
             order["files"] |= {name: there.get(name, "") for name in answer["asked"]}
@@ -129,9 +127,7 @@ def _answer(path: Path, ran: Ran) -> RecipeAnswer:
             remedy="Give its flags behind `miles-async train`.",
         )
     try:
-        plain = json.dumps(json.loads(said), ensure_ascii=False).encode(
-            errors="replace"
-        )  # halves of surrogate pairs go
+        plain = json.dumps(json.loads(said), ensure_ascii=False).encode(errors="replace")  # halves of surrogate pairs go
         answer = msgspec.json.decode(plain, type=RecipeAnswer)
         for train in answer["trains"]:
             for name, value in (train["environment"] | train["set"]).items():
@@ -194,9 +190,7 @@ def _unread(word: Word, absent: dict[str, str]) -> Word:
     """A word of which a part is not there says so."""
     for name, mark in absent.items():
         if mark in word.text:
-            return word._replace(
-                text=word.text.replace(mark, f"<{name}>"), unread=f"{name} is not there in the sandbox"
-            )
+            return word._replace(text=word.text.replace(mark, f"<{name}>"), unread=f"{name} is not there in the sandbox")
     return word
 
 

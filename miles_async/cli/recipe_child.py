@@ -65,11 +65,7 @@ def execute_train(
     if before_ray_job_submit is not None:
         before_ray_job_submit()
     fsdp = "--train-backend fsdp" in train_args
-    own = {
-        name: os.environ[name]
-        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG")
-        if name in os.environ
-    }
+    own = {name: os.environ[name] for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG") if name in os.environ}
     environment = own | ({} if fsdp else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     environment |= resolve_extra_env_vars(extra_env_vars or {}, config)
     LAUNCHES.trains.append({
@@ -266,9 +262,7 @@ def answer_questions(files: dict[str, str], folder: str) -> None:
         ("isdir", "is_dir", isdir, ("folder",)),
     )  # fmt: skip
     for name, method, real, wanted in tests:
-        test = functools.partial(
-            lambda path, *_, real, wanted, **__: kind(path, real) in wanted, real=real, wanted=wanted
-        )
+        test = functools.partial(lambda path, *_, real, wanted, **__: kind(path, real) in wanted, real=real, wanted=wanted)
         setattr(os.path, name, test)
         setattr(pathlib.Path, method, lambda self, test=test, **_: test(str(self)))
     os.getcwd = lambda: folder

@@ -103,9 +103,7 @@ def call(function: typing.Callable[..., object], words: list[str]) -> object:
         if name not in by_name:
             free = [one for one in taken.values() if one.default is ... and one.name not in given]
             if word.startswith("-") or not free:
-                raise Usage(
-                    f"it takes no {word}; it takes {', '.join(said for said in by_name if not said.startswith('--no-'))}"
-                )
+                raise Usage(f"it takes no {word}; it takes {', '.join(said for said in by_name if not said.startswith('--no-'))}")
             given[free[0].name] = converted(word, free[0].kind, free[0].name)
             continue
         one, value = by_name[name]

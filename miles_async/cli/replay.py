@@ -50,9 +50,7 @@ def run(args: argparse.Namespace) -> int:
     )
     for step in steps:
         different += not step.equal
-        verdict = (
-            "equal" if step.equal else f"DIFFERENT: {step.weights_hash[0][:12]} then, {step.weights_hash[1][:12]} now"
-        )
+        verdict = "equal" if step.equal else f"DIFFERENT: {step.weights_hash[0][:12]} then, {step.weights_hash[1][:12]} now"
         print(f"{step.step:>6}  {step.loss[1]:>24.17g}  {step.grad_norm[1]:>24.17g}  {verdict}")
     print("all steps equal bit for bit" if not different else f"{different} steps differ")
     return 1 if different else 0

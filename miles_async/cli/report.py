@@ -29,7 +29,5 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError(f"{args.output.parent} is no directory", remedy="Give --output FILE in one that exists.")
     from miles_async.console.report import write_report
 
-    print(
-        f"report: {write_report(ref.run_dir, [one for one in others if one is not None and one != ref.run_dir], args.output)}"
-    )
+    print(f"report: {write_report(ref.run_dir, [one for one in others if one is not None and one != ref.run_dir], args.output)}")
     return 0

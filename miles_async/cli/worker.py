@@ -32,25 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `worker`."""
     add_run_options(parser)
     parser.add_argument("--name", default=None, help="Name of this worker. Default: worker-<host>-<pid>.")
-    parser.add_argument(
-        "--engine-url", default="", help="Base URL of a running SGLang server. Default: start one here."
-    )
+    parser.add_argument("--engine-url", default="", help="Base URL of a running SGLang server. Default: start one here.")
     parser.add_argument("--model-path", default="", help="Model directory on this host. Default: the run's own path.")
     parser.add_argument(
         "--custom-generate-function-path", default="", help="The run's rollout program, where it has one; found on this host."
     )
-    parser.add_argument(
-        "--custom-agent-function-path", default="", help="The run's agent, where it has one; found on this host."
-    )
+    parser.add_argument("--custom-agent-function-path", default="", help="The run's agent, where it has one; found on this host.")
     parser.add_argument(
         "--weights-address",
         default="",
         metavar="HOST[:PORT]",
         help="Where the next host fetches weights from this one. Default: this host's address on the bus, any port.",
     )
-    parser.add_argument(
-        "--threads", type=int, default=0, help="CPU threads of the embedded engine. Default: the run's."
-    )
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of the embedded engine. Default: the run's.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -115,9 +109,7 @@ async def _spec(args: argparse.Namespace) -> tuple["ActorSpec", "Stay"]:
         known, launcher = await read_identity(bus), (await bus.vitals()).get("launcher")
         stopped = await bus.state(STOP_WISH)
     if known is None:
-        raise BusUnreachable(
-            f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`."
-        )
+        raise BusUnreachable(f"run {run_name!r} at {bus.link.shown} does not say what it is. Start it with `miles-async train`.")
     if not are_alike(known.release, __version__):
         raise BusRefused(
             f"run {run_name!r} is of release {known.release}, this worker of {__version__}: they may mean different things by the "
@@ -190,8 +182,7 @@ async def _become(spec: "ActorSpec", stay: "Stay", spare: "Child") -> int:
         told = msgspec.convert(spec.room, GenerationSpec)
     except msgspec.ValidationError as error:
         raise BusRefused(
-            f"run {spec.bus.run} tells its workers what this release does not understand ({error}). Install the run's release "
-            "here."
+            f"run {spec.bus.run} tells its workers what this release does not understand ({error}). Install the run's release here."
         ) from None
     file = Path(spec.run_dir) / "actors" / f"{spec.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)

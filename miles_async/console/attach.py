@@ -56,12 +56,7 @@ async def attached(ref: RunRef, *, look: bool = False) -> AsyncIterator[Bus]:
         try:
             run, identity = await _asked(ref)
         except BusUnreachable:
-            if (
-                not look
-                or ref.run is None
-                or ref.run_dir is None
-                or not any((ref.run_dir / "redis").glob("appendonly*"))
-            ):
+            if not look or ref.run is None or ref.run_dir is None or not any((ref.run_dir / "redis").glob("appendonly*")):
                 raise
             state = "has finished" if finished_run(ref.run_dir) is not None else "is not running"
             print(f"note: run {ref.run} {state}; this is a copy of what its Redis kept", file=sys.stderr)
@@ -138,8 +133,7 @@ async def _asked(ref: RunRef) -> tuple[str, Identity | None]:
                 f"no such run on the bus at {without_secrets(ref.bus_url)}",
                 field="--run",
                 value=ref.run,
-                remedy=nearest(ref.run, known)
-                or (f"Runs there: {', '.join(known[:8])}." if known else "It holds none."),
+                remedy=nearest(ref.run, known) or (f"Runs there: {', '.join(known[:8])}." if known else "It holds none."),
             )
         return ref.run, identity
     if len(known) == 1:
@@ -147,9 +141,7 @@ async def _asked(ref: RunRef) -> tuple[str, Identity | None]:
     where = without_secrets(ref.bus_url)
     if not known:
         raise SettingsError(f"no run on the bus at {where}", remedy="Start one with miles-async train.")
-    raise SettingsError(
-        f"{len(known)} runs on the bus at {where}", remedy=f"Choose with --run: {', '.join(known[:8])}."
-    )
+    raise SettingsError(f"{len(known)} runs on the bus at {where}", remedy=f"Choose with --run: {', '.join(known[:8])}.")
 
 
 def _is_elsewhere(folder: Path, kept_in: str) -> bool:

@@ -122,10 +122,7 @@ def held_up(scene: Scene) -> str:
             f"{plural(queued, 'sample')} wait for one"
         )
     if Wait.of(waiting.get("sampler", "")) is Wait.CREDITS and busy < slots and not queued:
-        return (
-            f"the staleness bound holds prompts back, {_of_most(scene)} are open and "
-            f"{slots - busy} of {slots} slots are free"
-        )
+        return f"the staleness bound holds prompts back, {_of_most(scene)} are open and {slots - busy} of {slots} slots are free"
     taken = f"{busy} of {slots} slots make" if slots else f"{plural(len(workers), 'worker')} make"
     return f"generation holds it up, {taken} the samples of {plural(count[room], 'group')}"
 

@@ -44,8 +44,7 @@ SCRIPTS = (
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src {}"
 LATER = "<noscript><p>Curves and samples need a browser that runs scripts; the tables below do not.</p></noscript>"
 CURVES = (
-    f'<nav id="controls" aria-label="Curves"></nav>{LATER}'
-    '<p id="spoken" class="unseen" role="status"></p><div id="charts"></div>'
+    f'<nav id="controls" aria-label="Curves"></nav>{LATER}<p id="spoken" class="unseen" role="status"></p><div id="charts"></div>'
 )
 
 
@@ -105,9 +104,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
 
 def joined(modules: Iterable[str]) -> str:
     """Modules as one: a page that is one file has no other to import."""
-    return "".join(
-        re.sub(r"^export ", "", re.sub(r"^import .*\n", "", text, flags=re.M), flags=re.M) for text in modules
-    )
+    return "".join(re.sub(r"^export ", "", re.sub(r"^import .*\n", "", text, flags=re.M), flags=re.M) for text in modules)
 
 
 def _accounts(history: History) -> Accounts | None:

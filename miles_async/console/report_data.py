@@ -80,9 +80,7 @@ def data_of(run: ReportedRun, runs: int = 1) -> dict[str, Any]:
         "events": events(history),
         "pauses": _pauses(history),
         "system": {
-            source: thinned(
-                rows, len(rows), ("wall",), max(20, min(MOST_OF_OTHERS, 16 * MOST_OF_OTHERS // len(run.system)))
-            )
+            source: thinned(rows, len(rows), ("wall",), max(20, min(MOST_OF_OTHERS, 16 * MOST_OF_OTHERS // len(run.system))))
             for source, rows in run.system.items()
         },
         "spreads": spreads(history),
@@ -201,9 +199,7 @@ def events(history: History) -> list[dict[str, Any]]:
 def spreads(history: History) -> dict[str, list[list[float]]]:
     """Share of samples above a value, over the newest steps: [values, shares] of lengths and of stragglers."""
     steps = history.steps[-SPREAD_STEPS:]
-    found = {
-        name: [spread for s in steps if (spread := Spread.of(s, name)) is not None] for name in (LENGTH, STRAGGLER)
-    }
+    found = {name: [spread for s in steps if (spread := Spread.of(s, name)) is not None] for name in (LENGTH, STRAGGLER)}
     return {name: exceeded(all_of) for name, all_of in found.items() if all_of}
 
 

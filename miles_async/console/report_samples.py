@@ -12,9 +12,7 @@ from actors.recorder.samples import FILE, OLDER, read_samples
 from actors.runtime.readable import bounded
 
 TEXT_CHARS = 3_000  # of a prompt, a response or a turn
-SHOWN_SAMPLE = (
-    *("sample", "step", "reward", "rewards", "label", "version", "tokens", "finish", "prompt", "response", "turns"),
-)
+SHOWN_SAMPLE = (*("sample", "step", "reward", "rewards", "label", "version", "tokens", "finish", "prompt", "response", "turns"),)
 
 
 def samples_of(run_dir: Path, news: Sequence[Mapping[str, Any]], n_bytes: int) -> list[dict[str, Any]]:
@@ -56,8 +54,6 @@ def _bounded(sample: Mapping[str, Any]) -> dict[str, Any]:
         shown[name] = bounded(str(shown.get(name, "")), TEXT_CHARS)
     if isinstance(shown.get("turns"), list):
         said = [turn for turn in shown["turns"] if isinstance(turn, dict)]
-        shown["turns"] = [
-            {"by": str(t.get("by", "")), "text": bounded(str(t.get("text", "")), TEXT_CHARS)} for t in said
-        ]
+        shown["turns"] = [{"by": str(t.get("by", "")), "text": bounded(str(t.get("text", "")), TEXT_CHARS)} for t in said]
         shown.pop("response")  # it is the turns together
     return shown

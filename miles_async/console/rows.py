@@ -59,10 +59,7 @@ def _shown(value: Any) -> bool:
 def _sample(message: Any, decode: Decode | None) -> Row:
     rollout = message.rollout if isinstance(message, Scored) else message
     task = rollout if isinstance(rollout, SampleTask) else rollout.task
-    row: Row = {
-        name: getattr(task, name)
-        for name in ("prompt_id", "index", "n_samples", "rm_type", "label", "eval_name", "step")
-    }
+    row: Row = {name: getattr(task, name) for name in ("prompt_id", "index", "n_samples", "rm_type", "label", "eval_name", "step")}
     row |= {"sample": task.sample_id, "group": task.group_id, "prompt_tokens": len(task.prompt_tokens) // 4}
     if not isinstance(rollout, SampleTask):
         made = rollout.made if isinstance(rollout, RolloutDone) else rollout.response.made

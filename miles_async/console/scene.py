@@ -85,9 +85,7 @@ async def read_scene(
     recent enough for the one who looks; else another is made, which holds the server. `of_late`: of who looks again."""
     if ledger is None:
         ledger = await check(bus)
-    snapshot, places, info, time = await asyncio.gather(
-        read_snapshot(bus), read_places(bus), bus.server_info(), bus.server_time()
-    )
+    snapshot, places, info, time = await asyncio.gather(read_snapshot(bus), read_places(bus), bus.server_info(), bus.server_time())
     of_late = of_late or OfLate()
     verdicts, dead, patches, (uncommitted, steps), news = await asyncio.gather(
         *(newest_heads(bus, VERDICTS, 2000), newest_heads(bus, DEAD, MOST_DEAD), read_history(bus)),

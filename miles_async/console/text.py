@@ -55,8 +55,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence
     lines: list[str] = []
     for row in (head, *rows):
         cells = [
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(head, row, widths, strict=True)
+            cell.rjust(width) if name in right else cell.ljust(width) for name, cell, width in zip(head, row, widths, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

@@ -253,9 +253,7 @@ def _life(record: Record, *, name: str) -> list[Moment]:
     who = f"{name} " if name else ""
     found = in_order(msgspec.convert(record["marks"], list[Mark]), float(record.get("judged") or record["wall"]), who)
     ended = found[-1].wall if found else 0.0
-    spans = ", ".join(
-        f"{n} tokens by version {v}" if v >= 0 else f"{n} of its environment" for v, _, n in record["spans"]
-    )
+    spans = ", ".join(f"{n} tokens by version {v}" if v >= 0 else f"{n} of its environment" for v, _, n in record["spans"])
     n_turns, score_s = record.get("turns", 1), record.get("score_s", 0.0)
     turns = f" in {n_turns} turns" if n_turns > 1 else ""
     text = f"{who}made{turns}: {spans}; {record['finish']} after {record['generate_s']:.3g} s on engines"

@@ -37,9 +37,7 @@ class Verbs:
     def __init__(self, bus: Bus, run_dir: Path | None, via: str = "console") -> None:
         self._bus, self._run_dir, self._via = bus, run_dir, via
 
-    async def samples(
-        self, eval_set: str | None = None, step: int | None = None, order: str = "worst"
-    ) -> dict[str, Any]:
+    async def samples(self, eval_set: str | None = None, step: int | None = None, order: str = "worst") -> dict[str, Any]:
         """Texts that the recorder kept: those of a step (default: the newest), worst or best first."""
         if self._run_dir is None:
             raise SettingsError("samples are read from the run's folder", remedy="Open the console on the run's host.")

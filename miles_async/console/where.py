@@ -86,10 +86,7 @@ class Where:
             if isinstance(node, ast.BinOp) and any(_is_text(side) for side in (node.left, node.right)):
                 raise self._refused(f"{ast.unparse(node)[:40]}: arithmetic is for numbers")
             if isinstance(node, ast.Call) and (
-                not isinstance(node.func, ast.Name)
-                or node.func.id not in _CALLS
-                or len(node.args) != 1
-                or node.keywords
+                not isinstance(node.func, ast.Name) or node.func.id not in _CALLS or len(node.args) != 1 or node.keywords
             ):
                 raise self._refused(f"may call {' and '.join(_CALLS)} alone, with one value")
             if isinstance(node, ast.Name) and id(node) not in called:
@@ -142,9 +139,7 @@ def _value(node: ast.expr, row: Row) -> Any:
             a = _value(left, row)
             for compare, other in zip(ops, others, strict=True):
                 b = _value(other, row)
-                asks_none = (
-                    isinstance(compare, ast.Eq | ast.NotEq) and isinstance(other, ast.Constant) and other.value is None
-                )
+                asks_none = isinstance(compare, ast.Eq | ast.NotEq) and isinstance(other, ast.Constant) and other.value is None
                 if (a is None or b is None) and not asks_none:
                     return False
                 if not _COMPARE[type(compare)](a, b):

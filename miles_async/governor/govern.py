@@ -74,10 +74,7 @@ async def act(bus: Bus, seen: GovernorLook, decision: GovernorDecision, told: se
     said = [(EventKind.GOVERNOR, last)] if last else []
     said += [(EventKind[f"GOVERNOR_{note.kind.upper()}"], note.text) for note in fresh]
     wall = bus.clock.wall()
-    events = [
-        Event(actor=AUTHOR, kind=kind, text=text, wall=wall, level=kind.level)
-        for kind, text in said
-    ]
+    events = [Event(actor=AUTHOR, kind=kind, text=text, wall=wall, level=kind.level) for kind, text in said]
     await bus.append([Out(EVENTS, event) for event in events], repeatable=True)
     ours = [c.reason for c in seen.changes if c.author == AUTHOR] + ([move.reason] if move is not None and last else [])
     standing = GovernorStanding(

@@ -102,9 +102,7 @@ def knobs_of(values: dict[str, Any], changes: Sequence[Change]) -> list[Knob]:
         if ends is None or not isinstance(value := values.get(knob), int):
             continue
         given = max((c.epoch for c in changes if name in c.values or c.values.get("governor")), default=0)
-        hand = next(
-            (c for c in reversed(changes) if knob in c.values and c.author not in OURS and c.epoch > given), None
-        )
+        hand = next((c for c in reversed(changes) if knob in c.values and c.author not in OURS and c.epoch > given), None)
         author = (hand.author or "somebody") if hand is not None else ""
         found.append(Knob(name=knob, value=value, low=ends[0], high=ends[1], envelope=name, hand=author))
     return found

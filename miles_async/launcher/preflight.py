@@ -222,9 +222,7 @@ def check_pictures(settings: RunSettings) -> str | None:
     return column or None
 
 
-def check_prompt_lengths(
-    settings: RunSettings, prompts: DataInfo, count_tokens: CountTokens, model_context: int | None
-) -> None:
+def check_prompt_lengths(settings: RunSettings, prompts: DataInfo, count_tokens: CountTokens, model_context: int | None) -> None:
     """Refuse prompts that leave no room for one response token, unless rollout_max_prompt_len leaves them out. count_tokens: of
     one value of input_key, with its tools."""
     r = settings.rollout

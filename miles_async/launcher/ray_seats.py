@@ -279,9 +279,7 @@ class Seats:
         """While something needed has no place, those that wait and are not needed stand back, and one that has a place leaves."""
         now = asyncio.get_running_loop().time()
         wants = [
-            g.unit.name
-            for g in self._groups.values()
-            if g.unit.needed and g.waits and now - min(g.waits.values()) > ROOM_AFTER_S
+            g.unit.name for g in self._groups.values() if g.unit.needed and g.waits and now - min(g.waits.values()) > ROOM_AFTER_S
         ]
         without = await self._unplaced(set(wants)) if wants else set()
         wants = [name for name in wants if name in without]

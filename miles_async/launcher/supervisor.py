@@ -204,9 +204,7 @@ class Supervisor:
                 raise RunFailed(f"{text} End that one (miles-async stop ends them all), then give the same command.", status=2)
             held_since = 0.0
             ending = Ending(now, end.code, await self._furthest() if role == "trainer" else 0)
-            verdict = judge_exit(
-                name, ending, kept.failures, self._budget, steps=role == "trainer", spared=self._is_spared(kept)
-            )
+            verdict = judge_exit(name, ending, kept.failures, self._budget, steps=role == "trainer", spared=self._is_spared(kept))
             if verdict.action == "done":
                 return
             cause = last_words(end.lines, name if end.code is not None and end.code > 0 else "")
@@ -244,9 +242,7 @@ class Supervisor:
         peers = [k for k in self.kept.values() if k.spec.role == kept.spec.role and k is not kept]
         return kept.spec.role == "recorder" or any(peer.alive for peer in peers)
 
-    async def drain(
-        self, *, timeout_s: float, finishes: Callable[[str], Awaitable[str]], records: bool = True
-    ) -> list[str]:
+    async def drain(self, *, timeout_s: float, finishes: Callable[[str], Awaitable[str]], records: bool = True) -> list[str]:
         """SIGTERM to all, then SIGKILL to those that do not end in time; returns the names of the latter. The recorder goes
         last, and has the others' last words on record then; where there is no bus for these (`records`), with them. `finishes`:
         asked by name what an actor says that it finishes; some of that is waited for beyond `timeout_s` (drain.py)."""

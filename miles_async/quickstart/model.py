@@ -137,9 +137,7 @@ def main() -> None:
     """`python -m miles_async.quickstart.model DIRECTORY [--task NAME] [--seed S]`: make it and print its accuracy."""
     parser = argparse.ArgumentParser(description="Make and warm-start a task's tiny Qwen3.")
     parser.add_argument("directory", type=Path, help="where to write it; kept when it is already there")
-    parser.add_argument(
-        "--task", choices=list(TASKS), default="arithmetic", help="what it learns (default %(default)s)"
-    )
+    parser.add_argument("--task", choices=list(TASKS), default="arithmetic", help="what it learns (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="integer; equal seeds give equal weights (default 0)")
     arguments = parser.parse_args()
     try:

@@ -130,9 +130,7 @@ class Task:
         Raises ValueError when they are more than `most` together.
         """
         if train < 0 or held_out < 0 or train + held_out > self.most:
-            raise ValueError(
-                f"train={train} + held_out={held_out} refused: must be >= 0 and at most {self.most} together."
-            )
+            raise ValueError(f"train={train} + held_out={held_out} refused: must be >= 0 and at most {self.most} together.")
         problems = self.different(train + held_out, seed=seed)
         random.Random(seed + 1).shuffle(problems)  # late draws are poor in the small kinds: mix before cutting
         return problems[held_out:], problems[:held_out]

@@ -129,9 +129,7 @@ class Lexer:
         return len(self._s) if at < 0 else at
 
     def _unclosed(self, what: str) -> SettingsError:
-        return SettingsError(
-            f"{self._name} ends before {what!r}", remedy="Close the quote or bracket; it must be a bash script."
-        )
+        return SettingsError(f"{self._name} ends before {what!r}", remedy="Close the quote or bracket; it must be a bash script.")
 
     def _pass(self, at: int, what: str) -> None:
         """Go on behind what stands at `at`."""
@@ -217,9 +215,7 @@ class Lexer:
         default = tuple(self._parts("}", quoted=quoted))
         self._pass(self._i, "}")
         size, name, index, operator = head.groups()
-        kind: Literal["all", "var", "size"] = (
-            "size" if size else "all" if index in ("@", "*") or name in "@*" else "var"
-        )
+        kind: Literal["all", "var", "size"] = "size" if size else "all" if index in ("@", "*") or name in "@*" else "var"
         star = "*" if "*" in (index, name) else index or ""
         return WordPart(kind, name, quoted, self._s[start : self._i], operator or "", default, star)
 
@@ -234,9 +230,9 @@ class Lexer:
             if close == ")" and not sums and c == "#" and s[self._i - 2] in " \t\n":
                 self._i = self._find("\n")
             elif close == ")" and not sums and c == "<" and (document := _DOCUMENT.match(s, self._i - 1)):
-                end = re.compile(
-                    rf"^{chr(9) + '*' if document[1] else ''}{re.escape(document[3])}$", re.MULTILINE
-                ).search(s, self._find("\n"))
+                end = re.compile(rf"^{chr(9) + '*' if document[1] else ''}{re.escape(document[3])}$", re.MULTILINE).search(
+                    s, self._find("\n")
+                )
                 self._i = end.end() if end else len(s)
             elif c == "\\":
                 self._i += 1

@@ -105,9 +105,7 @@ class Assignments(Words):
                 return True
         for word in rest:
             if re.fullmatch(r"[A-Za-z_]\w*", word.text):
-                self.put(
-                    word.text, [Word(f"${word.text}", where, f"`{name}` at {where} is not run")], array=name != "printf"
-                )
+                self.put(word.text, [Word(f"${word.text}", where, f"`{name}` at {where} is not run")], array=name != "printf")
         return None
 
     def unset(self, names: list[str]) -> Status:

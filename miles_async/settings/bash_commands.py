@@ -155,12 +155,8 @@ class Commands(Assignments):
             "read": lambda: self.read(rest),
             "unset": lambda: self.unset(known),
             "cd": lambda: self._cd(texts),
-            "[": lambda: Decider(
-                list(zip(texts[:-1], [text or "" for text in texts[:-1]], strict=True)), double=False
-            ).decide(),
-            "test": lambda: Decider(
-                list(zip(texts, [text or "" for text in texts], strict=True)), double=False
-            ).decide(),
+            "[": lambda: Decider(list(zip(texts[:-1], [text or "" for text in texts[:-1]], strict=True)), double=False).decide(),
+            "test": lambda: Decider(list(zip(texts, [text or "" for text in texts], strict=True)), double=False).decide(),
             "shift": lambda: self._shift(known),
         }
         if name in ("exit", "return", "break", "continue"):
@@ -171,12 +167,7 @@ class Commands(Assignments):
             return builtin[name]()
         if name in ("bash", "sh") and len(words) == 3 and words[1].text in ("-c", "-lc"):
             return self._texts(words[2:], name)
-        if (
-            name == "ray"
-            and "--" in texts
-            and (tail := words[texts.index("--") + 2 :])
-            and tail[0].text in ("bash", "sh")
-        ):
+        if name == "ray" and "--" in texts and (tail := words[texts.index("--") + 2 :]) and tail[0].text in ("bash", "sh"):
             return self._called(tail[0].text, tail, node, file)
         if name in ("mapfile", "readarray") or [name, *known[:1]] == ["printf", "-v"]:
             return self.into(name, rest, where)
@@ -226,9 +217,7 @@ class Commands(Assignments):
         """What Miles' own program prints for a model: read from the model file, which is not run."""
         names = [word.known for word in words[1:]]
         if len(names) != 1 or not names[0]:
-            return Word(
-                "`python3`", where, next((word.unread for word in words if word.unread), "its model is not named")
-            )
+            return Word("`python3`", where, next((word.unread for word in words if word.unread), "its model is not named"))
         program = Path(led(self.now.folder or "/", words[0].known or ""))
         folders = [parent / "scripts" / "models" for parent in program.parents] if words[0].known else []
         exported = {name: self.now.values[name][0].known for name in self.now.exported if self.now.values.get(name)}

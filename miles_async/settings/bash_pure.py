@@ -44,11 +44,7 @@ def _seq(words: list[str], _: str | None) -> Printed:
             return None
     numbers = [int(word) for word in words]
     first, step, last = {1: (1, 1, *numbers), 2: (numbers[0], 1, numbers[-1]), 3: tuple(numbers)}[len(numbers)]
-    if (
-        any(re.fullmatch(r"-?(0|[1-9]\d*)", word) is None for word in words)
-        or not step
-        or (last - first) // step > LONGEST // 8
-    ):
+    if any(re.fullmatch(r"-?(0|[1-9]\d*)", word) is None for word in words) or not step or (last - first) // step > LONGEST // 8:
         return None
     found = [str(number) for number in range(first, last + (1 if step > 0 else -1), step)]
     return between.join(found) + ("\n" if found else ""), True
@@ -128,9 +124,7 @@ def _characters(text: str) -> str:
     text = re.sub(r"\\([ntrabfv\\])", lambda found: _ESCAPES[found[1]], text)
     if "[:" in text or "[=" in text:
         raise ValueError(text)
-    return re.sub(
-        r"(.)-(.)", lambda found: "".join(map(chr, range(ord(found[1]), ord(found[2]) + 1))), text, flags=re.DOTALL
-    )
+    return re.sub(r"(.)-(.)", lambda found: "".join(map(chr, range(ord(found[1]), ord(found[2]) + 1))), text, flags=re.DOTALL)
 
 
 def _tr(words: list[str], given: str | None) -> Printed:
@@ -162,9 +156,7 @@ def _cut(words: list[str], given: str | None) -> Printed:
     lines = given.splitlines()
     cut = [line.split(match[1]) for line in lines]
     wanted = int(match[2]) - 1
-    return "".join(
-        (one[0] if len(one) == 1 else (one[wanted] if wanted < len(one) else "")) + "\n" for one in cut
-    ), True
+    return "".join((one[0] if len(one) == 1 else (one[wanted] if wanted < len(one) else "")) + "\n" for one in cut), True
 
 
 _SUBSTITUTED = re.compile(r"s([/|#,])((?:(?!\1).)*)\1((?:(?!\1).)*)\1(g?)")
@@ -196,12 +188,7 @@ def _grep(words: list[str], given: str | None) -> Printed:
     """Whether a plain text is there: with `-q` alone, as nothing is printed then."""
     options = "".join(word[1:] for word in words if re.fullmatch(r"-[qwFiE]+", word))
     rest = [word for word in words if not re.fullmatch(r"-[qwFiE]+", word)]
-    if (
-        given is None
-        or "q" not in options
-        or len(rest) != 1
-        or not re.fullmatch(r"[\w/ :,@=-]+", rest[0].replace(".", "_"))
-    ):
+    if given is None or "q" not in options or len(rest) != 1 or not re.fullmatch(r"[\w/ :,@=-]+", rest[0].replace(".", "_")):
         return None
     pattern = re.escape(rest[0]) if "F" in options else rest[0]
     pattern = rf"(?<!\w){pattern}(?!\w)" if "w" in options else pattern

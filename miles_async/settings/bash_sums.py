@@ -9,9 +9,7 @@ import operator
 import re
 from collections.abc import Callable
 
-_TOKEN = re.compile(
-    r"\s*(0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|\+\+|--|<<=?|>>=?|&&|\|\||[-+*/%&|^<>=!]=|[-+*/%&|^<>=!~?:(),])"
-)
+_TOKEN = re.compile(r"\s*(0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|\+\+|--|<<=?|>>=?|&&|\|\||[-+*/%&|^<>=!]=|[-+*/%&|^<>=!~?:(),])")
 _LEVELS: tuple[tuple[str, ...], ...] = (
     ("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"), ("*", "/", "%"),
 )  # fmt: skip
@@ -75,13 +73,7 @@ class _Sum:
     def _given(self) -> int:
         """An assignment, or a choice by `?`."""
         name, then = self._next(), self._words[self._at + 1 : self._at + 2]
-        if (
-            name[:1].isidentifier()
-            and then
-            and then[0].endswith("=")
-            and then[0][:-1] in ("", *_TWO)
-            and then[0] not in _TWO
-        ):
+        if name[:1].isidentifier() and then and then[0].endswith("=") and then[0][:-1] in ("", *_TWO) and then[0] not in _TWO:
             self._at += 2
             value = self._given()
             if then[0] != "=":

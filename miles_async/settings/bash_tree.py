@@ -252,9 +252,7 @@ class _Parser:
         return sign, self._word()
 
     def _redirects(self) -> bool:
-        return (
-            self._i < len(self._tokens) and self._now().parts is None and bool(_REDIRECTED.fullmatch(self._now().text))
-        )
+        return self._i < len(self._tokens) and self._now().parts is None and bool(_REDIRECTED.fullmatch(self._now().text))
 
     def _behind(self, node: Node) -> Node:
         """`node`, with what is redirected behind it passed."""
@@ -275,9 +273,7 @@ class _Parser:
                 sign, word = one
                 given += [one] if sign in ("<", "<<", "<<-", "<<<") else []
                 to_file = sign in (">", ">>", "1>", "1>>", "&>", "&>>") or (sign in (">&", "1>&") and word.text != "1")
-                written = (
-                    ("" if sign.endswith(">&") and word.text.isdigit() else word.text) or "&" if to_file else written
-                )
+                written = ("" if sign.endswith(">&") and word.text.isdigit() else word.text) or "&" if to_file else written
         return Simple(tuple(words), tuple(given), written, line)
 
     def _test(self) -> Node:
@@ -316,9 +312,7 @@ class _Parser:
         if head.text == "((" and head.parts:
             parts = head.parts[0].text.split(";")
             if len(parts) != 3:
-                raise SettingsError(
-                    f"{self._name}:{line}: `for ((` needs two `;`", remedy="Correct it; it must be bash."
-                )
+                raise SettingsError(f"{self._name}:{line}: `for ((` needs two `;`", remedy="Correct it; it must be bash.")
             begin, test, step = parts
             return Count(begin, test, step, self._do(), line)
         words: tuple[Token, ...] | None = None

@@ -181,9 +181,7 @@ class Words:
         """A text cut as a shell cuts what is not in quotes."""
         set_to = self.now.values.get("IFS")
         between = set_to[0].known if set_to else None
-        spaces, others = (
-            re.escape("".join(c for c in between or " " if c.isspace() == wanted)) for wanted in (True, False)
-        )
+        spaces, others = (re.escape("".join(c for c in between or " " if c.isspace() == wanted)) for wanted in (True, False))
         if not others:
             return text.split()
         text = text.strip(" \t\n") if spaces else text.removesuffix("\n")

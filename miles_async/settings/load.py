@@ -132,13 +132,9 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
     if values.get("bus_url"):
         values["bus_url"] = take_password(values["bus_url"])
     full: dict[str, Origin] = {
-        name: (origins.get(name, "file") if name in given else "default" if name in defaults else "derived")
-        for name in catalog()
+        name: (origins.get(name, "file") if name in given else "default" if name in defaults else "derived") for name in catalog()
     }
-    tables = {
-        group: {spec.name: coerce(spec, values[spec.name], spec.name) for spec in specs}
-        for group, specs in groups().items()
-    }
+    tables = {group: {spec.name: coerce(spec, values[spec.name], spec.name) for spec in specs} for group, specs in groups().items()}
     settings = msgspec.convert(tables, RunSettings)
     refused = Refusals() if found is None else found
     check_rules(settings.flat, refused)
@@ -224,9 +220,7 @@ def _found(value: object) -> object:
 
 def _unknown_table(table: str, content: object, path: Path) -> SettingsError:
     if table in names():
-        return SettingsError(
-            f"{path}: {table} stands outside its table", remedy=f"Move it to [{names()[table].group}]."
-        )
+        return SettingsError(f"{path}: {table} stands outside its table", remedy=f"Move it to [{names()[table].group}].")
     what = f"[{table}]" if isinstance(content, dict) else table
     hint = nearest(table, groups()) or f"Tables are {', '.join(groups())}."
     return SettingsError(f"{path}: {what} is not a settings table", remedy=hint)

@@ -119,6 +119,7 @@ OF_MEGATRON = ("custom_model_provider_path", "custom_megatron_init_path", "custo
 SIGNS = ("sequence_parallel", "virtual_pipeline_model_parallel_size", "megatron", "swiglu", "spec", *OF_MEGATRON)
 """What only a script for Megatron sets."""
 
+
 def named(flag: str) -> tuple[str, bool] | None:
     """(field, what the bare flag says) of a flag; None for one that names no field."""
     name = flag.removeprefix("--").replace("-", "_")

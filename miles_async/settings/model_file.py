@@ -183,9 +183,7 @@ class _File:
                 return [self._value(one, local) for one in elements]
             case ast.Call(func=func, args=arguments, keywords=keywords) if all(one.arg for one in keywords):
                 given = [self._value(one, local) for one in arguments]
-                return self._called(
-                    func, given, {str(one.arg): self._value(one.value, local) for one in keywords}, local
-                )
+                return self._called(func, given, {str(one.arg): self._value(one.value, local) for one in keywords}, local)
         raise _NotRead(f"line {node.lineno}")
 
     @staticmethod
@@ -207,9 +205,7 @@ class _File:
             ):
                 return " ".join(
                     str(
-                        _File(self._path.with_name(f"{given[-1]}.py"), self._environ, self._files + 1).call(
-                            "model_args", keywords
-                        )
+                        _File(self._path.with_name(f"{given[-1]}.py"), self._environ, self._files + 1).call("model_args", keywords)
                     ).split()
                 )
             case ast.Name(id="int" | "str" | "float" | "len" as name) if len(given) == 1 and not keywords:

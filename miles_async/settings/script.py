@@ -75,9 +75,7 @@ class _Reader(Commands):
         """Read one file to its end."""
         self.files += 1
         if self.files > MOST_FILES:
-            raise SettingsError(
-                f"{self.path} sources more than {MOST_FILES} files", remedy="Look for one that sources itself."
-            )
+            raise SettingsError(f"{self.path} sources more than {MOST_FILES} files", remedy="Look for one that sources itself.")
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -125,9 +123,7 @@ class _Reader(Commands):
     def node(self, node: tree.Node, file: str) -> Status:
         self.steps += 1
         if self.steps > MOST_STEPS:
-            raise SettingsError(
-                f"{self.path} takes more than {MOST_STEPS} commands", remedy="Look for a loop without an end."
-            )
+            raise SettingsError(f"{self.path} takes more than {MOST_STEPS} commands", remedy="Look for a loop without an end.")
         match node:
             case tree.Simple():
                 return self.simple(node, file)
@@ -214,18 +210,14 @@ class _Reader(Commands):
         self.now, self.out = start, out
         where = f"{what} at {place(file, line)}"
         if out is not None:
-            out += (
-                found[0] if all(one == found[0] for one in found) else [Word("$", where, f"it is printed in {where}")]
-            )
+            out += found[0] if all(one == found[0] for one in found) else [Word("$", where, f"it is printed in {where}")]
         if not ends and left is not None:
             if left.kind != "exit":
                 self.now = self.left.pop()[1]
             raise left
         self.now, differ = merged(ends, where)
         if differ and what.startswith("the `") and out is None:
-            self.notes.append(
-                f"{place(file, line)}: {what[4:]} is not decided, so {', '.join(differ)} may be otherwise"
-            )
+            self.notes.append(f"{place(file, line)}: {what[4:]} is not decided, so {', '.join(differ)} may be otherwise")
         return statuses[0] if statuses and all(one == statuses[0] for one in statuses) else None
 
     def _if(self, arms: tuple[tuple[tree.Body, tree.Body], ...], node: tree.If, file: str) -> Status:
@@ -290,11 +282,7 @@ class _Reader(Commands):
         return self._branches([None, once], what, file, line)
 
     def _for(self, node: tree.For, file: str) -> Status:
-        words = (
-            self.arguments
-            if node.words is None
-            else [word for token in node.words for word in self.fields(token, file)]
-        )
+        words = self.arguments if node.words is None else [word for token in node.words for word in self.fields(token, file)]
         where = place(file, node.line)
         starts = any(program in str(node.body) for program in PROGRAMS)
         if node.kind == "select" or any(word.unread for word in words) or (starts and len(words) > 1):

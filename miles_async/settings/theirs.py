@@ -51,8 +51,10 @@ def _supervise(found: dict[str, Any], told: list[str]) -> None:
     for name in left:
         del found[name]
     found["engine"] = NONE.name
-    told.append(f"debug_train_only with loss_type {found['loss_type']} is engine = {NONE.name}: no engines are started (without "
-                f"effect: {', '.join(left[1:]) or 'nothing else'})")
+    told.append(
+        f"debug_train_only with loss_type {found['loss_type']} is engine = {NONE.name}: no engines are started (without "
+        f"effect: {', '.join(left[1:]) or 'nothing else'})"
+    )
 
 
 def _teach(found: dict[str, Any], told: list[str]) -> None:

@@ -156,9 +156,7 @@ class House:
                 break
             self.number += 1
             prompt = self.again.popleft() if self.again else self.number % len(self.task.rewards)
-            group = OpenGroup(
-                group_id=f"g{self.number:08d}", prompt_id=str(prompt), n_samples=N, step=self.progress.active_step
-            )
+            group = OpenGroup(group_id=f"g{self.number:08d}", prompt_id=str(prompt), n_samples=N, step=self.progress.active_step)
             self.progress.issued(group)
             self.registry[group.group_id] = group
             self.queue.extend((group, index) for index in range(N))

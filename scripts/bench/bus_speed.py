@@ -70,8 +70,15 @@ async def hops(url: str, n: int, pace_s: float) -> dict[str, float]:
     """Appends and PINGs in turn, one every `pace_s`, and the time from append to the other process holding the message."""
     run, pings = f"h-{uuid4().hex[:8]}", []
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "scripts.bench.bus_speed", "--hop-reader", url, run, str(n),
-        stdout=asyncio.subprocess.PIPE, limit=1 << 24,
+        sys.executable,
+        "-m",
+        "scripts.bench.bus_speed",
+        "--hop-reader",
+        url,
+        run,
+        str(n),
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 24,
     )
     assert child.stdout is not None
     assert await child.stdout.readline() == b"ready\n"
@@ -244,9 +251,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("throughput", "latency"), help="one of the two parts; both without it")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the numbers of messages (default 1)")
     parser.add_argument("--hops", type=int, default=1500, help="hops and PINGs per repetition (default 1500)")
-    parser.add_argument(
-        "--pace-ms", type=float, default=1.0, help="time between hop and PING, milliseconds (default 1)"
-    )
+    parser.add_argument("--pace-ms", type=float, default=1.0, help="time between hop and PING, milliseconds (default 1)")
     parser.add_argument("--hop-reader", nargs=3, metavar=("URL", "RUN", "N"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     run = loop_runner()

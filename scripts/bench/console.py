@@ -175,9 +175,7 @@ async def measure(
         finally:
             console.terminate()
             console.wait()
-    means = {
-        case: {name: round(statistics.mean(one[name] for one in rows), 4) for name in rows[0]} for case, rows in spent.items()
-    }
+    means = {case: {name: round(statistics.mean(one[name] for one in rows), 4) for name in rows[0]} for case, rows in spent.items()}
     return {"cpu_and_steps_a_second": means, "a_second": rates, "first_paint_ms": paint}
 
 

@@ -234,9 +234,7 @@ def faststream(*, batch: bool) -> Run:
                 decoder.decode(one)
             count(len(body) if batch else 1)
 
-        sub = StreamSub(
-            key, group="readers", consumer="me", batch=batch, max_records=max_records, polling_interval=1000
-        )
+        sub = StreamSub(key, group="readers", consumer="me", batch=batch, max_records=max_records, polling_interval=1000)
         broker.subscriber(stream=sub, parser=parse, decoder=as_it_is)(handle)
 
         async with connect(url) as client:

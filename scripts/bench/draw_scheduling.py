@@ -1,6 +1,6 @@
 """The picture in docs/scheduling.md: one group's life under the bound.
 
-    python -m scripts.bench draw_scheduling docs/scheduling.svg
+python -m scripts.bench draw_scheduling docs/scheduling.svg
 """
 
 from __future__ import annotations

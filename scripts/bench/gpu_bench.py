@@ -238,14 +238,10 @@ def main() -> int:
         help=f"of {', '.join(STEPS)} (default: all that need one GPU)",
     )
     parser.add_argument("--out", required=True, help="folder for the results")
-    parser.add_argument(
-        "--models", default="/dev/shm/gpu-bench-models", help="folder for random weights (default %(default)s)"
-    )
+    parser.add_argument("--models", default="/dev/shm/gpu-bench-models", help="folder for random weights (default %(default)s)")
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="0.6b")
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
-    parser.add_argument(
-        "--server-args", default="{}", help="further SGLang flags as JSON, names without dashes in front"
-    )
+    parser.add_argument("--server-args", default="{}", help="further SGLang flags as JSON, names without dashes in front")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--concurrent", type=int, default=256)
     parser.add_argument("--requests", type=int, default=1024)
@@ -260,9 +256,7 @@ def main() -> int:
     parser.add_argument("--e2e-runs", nargs="*", help="only these runs of e2e (default: all, with the ratios)")
     parser.add_argument("--train-steps", type=int, default=10, help="training steps of each run of e2e")
     parser.add_argument("--train-flags", default="", help="of train, in one word: what every run of e2e is given besides")
-    parser.add_argument(
-        "--kinds", nargs="+", choices=gpu_speed.KINDS, default=gpu_speed.KINDS, help="what throughput compares"
-    )
+    parser.add_argument("--kinds", nargs="+", choices=gpu_speed.KINDS, default=gpu_speed.KINDS, help="what throughput compares")
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -270,9 +264,7 @@ def main() -> int:
         default=list(gpu_speed.VARIANTS),
         help="what tuning compares",
     )
-    parser.add_argument(
-        "--hold", type=Path, help="once the first server is up, wait for this file: boots of benches may overlap"
-    )
+    parser.add_argument("--hold", type=Path, help="once the first server is up, wait for this file: boots of benches may overlap")
     parser.add_argument("--settle-s", type=float, default=0.8, help="time before something happens in mid-sample")
     parser.add_argument("--budget-s", type=float, default=560.0)
     parser.add_argument("--again", action="store_true", help="measure what is there already")

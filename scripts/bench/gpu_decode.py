@@ -96,13 +96,9 @@ class Bench:
     def save(self) -> None:
         done = not any("failed" in row for row in self.rows.values())
         result = {"complete": done, "command": sys.argv[1:], "shape": self.a.shape, "stop_ids": len(self.stops)}
-        (self.out / "decode.json").write_text(
-            json.dumps(result | {"variants": self.rows} | parts.facts_of_machine(), indent=1)
-        )
+        (self.out / "decode.json").write_text(json.dumps(result | {"variants": self.rows} | parts.facts_of_machine(), indent=1))
         for log in self.scratch.glob("*/boot.*/log"):
-            (self.out / f"{log.parent.parent.name}.{log.parent.name}.log").write_text(
-                log.read_text(errors="replace")[-200_000:]
-            )
+            (self.out / f"{log.parent.parent.name}.{log.parent.name}.log").write_text(log.read_text(errors="replace")[-200_000:])
 
     async def server(self, model: Path, name: str) -> tuple[str, dict[str, Any]]:
         """A server of a variant: the one that runs, if it has the same flags and nothing failed on it."""
@@ -163,9 +159,7 @@ async def run(a: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder for the results")
-    parser.add_argument(
-        "--models", default="/dev/shm/gpu-bench-models", help="folder for random weights (default %(default)s)"
-    )
+    parser.add_argument("--models", default="/dev/shm/gpu-bench-models", help="folder for random weights (default %(default)s)")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=["shipped"])
     parser.add_argument(
         "--running",
@@ -188,9 +182,7 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, default=270.0)
     parser.add_argument("--gpu", type=int, default=0, help="-1: none, for a rehearsal")
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
-    parser.add_argument(
-        "--server-args", default="{}", help="further SGLang flags as JSON, names without dashes in front"
-    )
+    parser.add_argument("--server-args", default="{}", help="further SGLang flags as JSON, names without dashes in front")
     return asyncio.run(run(parser.parse_args()))
 
 

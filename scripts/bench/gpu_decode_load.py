@@ -27,9 +27,7 @@ STEPS = 30  # of a profile
 class Load:
     """`running` requests at every moment against one server, until closed. `made`: tokens that came, by all of them."""
 
-    def __init__(
-        self, url: str, running: int, vocab: int, stops: list[int], *, prompt_tokens: int, new_tokens: int
-    ) -> None:
+    def __init__(self, url: str, running: int, vocab: int, stops: list[int], *, prompt_tokens: int, new_tokens: int) -> None:
         self._url, self._running, self._vocab = url, running, vocab
         self._prompt_tokens, self._new_tokens = prompt_tokens, new_tokens
         self._stops, self._ends = stops, len(stops) / vocab

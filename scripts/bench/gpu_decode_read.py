@@ -65,9 +65,7 @@ def steps_of(trace: dict[str, Any]) -> dict[str, Any]:
             busy += max(0.0, min(e["ts"] + e["dur"], end) - max(until, e["ts"]))
             until = max(until, e["ts"] + e["dur"])
         before += max(0.0, end - until)
-        waits += sum(
-            e["dur"] for e in events if begin <= e["ts"] < end and WAITS.search(e["name"]) and e.get("cat") != "kernel"
-        )
+        waits += sum(e["dur"] for e in events if begin <= e["ts"] < end and WAITS.search(e["name"]) and e.get("cat") != "kernel")
     operators: Counter[str] = Counter()
     for e in events:
         if e.get("cat") == "cpu_op" and any(b <= e["ts"] < end for b, end in plain):

@@ -310,7 +310,5 @@ def _after(killed: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "groups_trained_once": len({group for row in steps for group in row["groups"]}),
         "serving_again_s": round(min(s for s in back if s > 0), 2) if any(s > 0 for s in back) else None,
         "trainer_idle_s": round(sum(max(0.0, wait - usual) for wall, wait in waits if wall > killed), 2),
-        "faults": [
-            f"{row['wall'] - killed:.2f} s {row['actor']}: {row['event']}: {row['text'][:120]}" for row in faults
-        ],
+        "faults": [f"{row['wall'] - killed:.2f} s {row['actor']}: {row['event']}: {row['text'][:120]}" for row in faults],
     }

@@ -80,8 +80,7 @@ async def logprobs(b: Any) -> None:
         rollouts = await sampled(b, url, "logprobs", ids)
     asked = judge.asked_of("lp", ids)
     rows = {
-        dtype: difference(said(rollouts), judge.logprobs(b.model(), rollouts, asked, dtype=dtype))
-        for dtype in ("auto", "float32")
+        dtype: difference(said(rollouts), judge.logprobs(b.model(), rollouts, asked, dtype=dtype)) for dtype in ("auto", "float32")
     }
     b.save("logprobs", {"difference": rows, "server": facts}, done=True)
 

@@ -126,9 +126,7 @@ def export(args: argparse.Namespace, case: str, rank: int) -> Iterator[dict[str,
 
     ranks = Ranks.from_environment()
     ranks.connect()
-    core = core_of("megatron")(
-        one_gpu.config(one_gpu.model_of(args.models, args.shape), megatron=True, **settings(case)), ranks
-    )
+    core = core_of("megatron")(one_gpu.config(one_gpu.model_of(args.models, args.shape), megatron=True, **settings(case)), ranks)
     shard = sum(p.numel() * p.element_size() for chunk in core.model.chunks for p in chunk.parameters())
     for turn in ("first", "second"):
         torch.cuda.synchronize()

@@ -187,9 +187,7 @@ async def fp8(b: Any) -> None:
             await client.resume()
             sums.append(await gpu_publish.checksum(url))
         asked = parts.prompts(2 * b.args.concurrent, b.args.prompt_tokens, b.vocab, 33)
-        speed = await parts.bare_loop(
-            url, asked, new_tokens=b.args.new_tokens, concurrent=b.args.concurrent, stream=False
-        )
+        speed = await parts.bare_loop(url, asked, new_tokens=b.args.new_tokens, concurrent=b.args.concurrent, stream=False)
         pushed = {} if b.args.engine == "embedded" else await _push(b, client, url, directories[1])
         await client.close()
     await b.stop_server()

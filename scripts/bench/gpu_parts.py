@@ -243,9 +243,7 @@ class House:
     async def order(self, number: int, directory: Path | WeightManifest, mode: str = "retract") -> None:
         """Tell all workers to serve a version."""
         what = directory if isinstance(directory, WeightManifest) else manifest(directory)
-        await self.bus.append(
-            [Out(ACTIVE, Activate(version=PolicyVersion(id=number, step=number), manifest=what, mode=mode))]
-        )
+        await self.bus.append([Out(ACTIVE, Activate(version=PolicyVersion(id=number, step=number), manifest=what, mode=mode))])
 
     async def feed(self, name: str, asked: list[list[int]], new_tokens: int | Sampling, siblings: int = 1) -> None:
         """Samples for the workers, as the sampler appends them."""
@@ -281,9 +279,7 @@ class House:
                     self._reader.forget(entries)
                 for name, child in self.children.items():
                     if not child.alive:
-                        raise RuntimeError(
-                            f"{name} ended ({child.exit_code}): {(self.folder / f'{name}.log').read_text()[-800:]}"
-                        )
+                        raise RuntimeError(f"{name} ended ({child.exit_code}): {(self.folder / f'{name}.log').read_text()[-800:]}")
         return found
 
     async def events(self, kind: str) -> list[Event]:
@@ -298,9 +294,7 @@ class House:
             while len(found := await self.events(kind)) < n:
                 for name, child in self.children.items():
                     if not child.alive:
-                        raise RuntimeError(
-                            f"{name} ended ({child.exit_code}): {(self.folder / f'{name}.log').read_text()[-800:]}"
-                        )
+                        raise RuntimeError(f"{name} ended ({child.exit_code}): {(self.folder / f'{name}.log').read_text()[-800:]}")
                 await asyncio.sleep(0.05)
         return found
 

@@ -55,9 +55,7 @@ async def _measure(
                 await _send(house, number)
             told += 1
             event = (await house.wait_for("activated", told, 120))[-1]
-            times.append(
-                {"prepare_s": round(prepared, 5), **{key: event.data[key] for key in ("pause_s", "total_s", "requests")}}
-            )
+            times.append({"prepare_s": round(prepared, 5), **{key: event.data[key] for key in ("pause_s", "total_s", "requests")}})
             number += 1
             await asyncio.sleep(0.2 if mode == "idle" else 1.0)
     rollouts += [] if loaded is None else [rollout for _, rollout in await loaded]
@@ -254,10 +252,7 @@ async def _parts_of_a_pause(b: Any, url: str, buckets: Sequence[Bucket]) -> dict
             await client.abort_all()
             await load
     await client.close()
-    return {
-        name: {call: round(statistics.median(row[call] for row in of), 5) for call in of[0]}
-        for name, of in rows.items()
-    }
+    return {name: {call: round(statistics.median(row[call] for row in of), 5) for call in of[0]} for name, of in rows.items()}
 
 
 async def _verify(b: Any, house: parts.House, url: str, last: int) -> dict[str, Any]:

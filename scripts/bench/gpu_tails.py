@@ -200,13 +200,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=("tails", "long"), default="tails")
     parser.add_argument("--out", required=True, help="folder for the results")
-    parser.add_argument(
-        "--models", default="/dev/shm/gpu-bench-models", help="folder for weights (default %(default)s)"
-    )
+    parser.add_argument("--models", default="/dev/shm/gpu-bench-models", help="folder for weights (default %(default)s)")
     parser.add_argument("--engine", choices=("sglang", "embedded"), default="sglang")
-    parser.add_argument(
-        "--server-args", default="{}", help="further SGLang flags as JSON, names without dashes in front"
-    )
+    parser.add_argument("--server-args", default="{}", help="further SGLang flags as JSON, names without dashes in front")
     parser.add_argument("--budget-s", type=float, default=530.0)
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="0.6b")
     parser.add_argument("--variants", nargs="+", choices=list("bcedfghijk"), default=list("bced"))
@@ -215,9 +211,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=384, help="samples at once, at most")
     parser.add_argument("--mean-tokens", type=float, default=650.0)
     parser.add_argument("--new-tokens", type=int, default=2048)
-    parser.add_argument(
-        "--columns", default=str(REPO / ".gpu" / "columns"), help="model of long (default %(default)s)"
-    )
+    parser.add_argument("--columns", default=str(REPO / ".gpu" / "columns"), help="model of long (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="of long")
     parser.add_argument("--long-steps", type=int, default=40)
     parser.add_argument("--long-slots", type=int, default=128, help="of all servers together")
@@ -229,14 +223,8 @@ def main() -> int:
     b = Bench(args)
     asyncio.run((tails if args.task == "tails" else long)(b))
     result = json.loads((b.out / f"{args.task}.json").read_text())
-    brief = {
-        name: {k: v for k, v in run.items() if isinstance(v, int | float | str)} for name, run in result["runs"].items()
-    }
-    print(
-        json.dumps({**{k: v for k, v in result.items() if k not in ("runs", "machine")}, "runs": brief}, indent=1)[
-            -10_000:
-        ]
-    )
+    brief = {name: {k: v for k, v in run.items() if isinstance(v, int | float | str)} for name, run in result["runs"].items()}
+    print(json.dumps({**{k: v for k, v in result.items() if k not in ("runs", "machine")}, "runs": brief}, indent=1)[-10_000:])
     return 1 if result["failed"] else 0
 
 

@@ -49,9 +49,7 @@ class Bench:
     def left_s(self) -> float:
         return self.end - time.monotonic()
 
-    async def servers(
-        self, model: Path, max_running: int, *, n: int = 1, fused: bool = False, **flags: Any
-    ) -> Servers:
+    async def servers(self, model: Path, max_running: int, *, n: int = 1, fused: bool = False, **flags: Any) -> Servers:
         """URLs and facts of `n` servers on one GPU, with these flags, that are well and idle; boots them if need be, one after the
         other (two at once disturb each other's look at its memory). `fused`: they draw by our sampler."""
         gpu = self.args.engine == "sglang"
@@ -83,9 +81,7 @@ class Bench:
         self._up, self._fused = [], False
         await self._server.aclose()
 
-    async def run(
-        self, name: str, words: list[str], servers: Servers, limit_s: float
-    ) -> dict[str, Any]:
+    async def run(self, name: str, words: list[str], servers: Servers, limit_s: float) -> dict[str, Any]:
         """One run to its end or its limit, on these servers: how it ended. What it says is read by others."""
         env = {
             **os.environ,

@@ -23,9 +23,7 @@ from miles_async.console.whatif.advice import Choice, predict
 from miles_async.console.whatif.observed import Observed, observe, slowdown_of
 from scripts.bench import gpu_e2e
 
-DECODE = re.compile(
-    r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] .*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)"
-)
+DECODE = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] .*?#running-req: (\d+).*?gen throughput \(token/s\): ([\d.]+)")
 QUEUED = re.compile(r"#queue-req: (\d+)")
 BIN = 32  # requests of one bar of the histogram
 
@@ -169,9 +167,7 @@ def model(
         entry: dict[str, Any] = {"slots": at_once, "train_s": round(train_s, 3)}
         for label, source in (("own", name), (f"from_{base}", base)):
             if source in told:
-                seen = msgspec.structs.replace(
-                    told[source][0], train_s=train_s, slowdown=slow or told[source][0].slowdown
-                )
+                seen = msgspec.structs.replace(told[source][0], train_s=train_s, slowdown=slow or told[source][0].slowdown)
                 entry[label] = _beside(predict(seen, rule, bound, at_once, cap=cap), run)
         found[name] = entry
     return found
@@ -213,9 +209,7 @@ def held_out(metrics: Path, target: float) -> dict[str, Any]:
         if row["kind"] == "eval" and row["metrics"]:
             scores.setdefault(row["step"], _score(row["metrics"]))  # the last step may be evaluated twice
     curve = [[round(made.get(step, begin) - begin, 2), step, round(score, 4)] for step, score in sorted(scores.items())]
-    reached = next(
-        (_crossing(a, b, target) for a, b in itertools.pairwise([[0.0, 0, 0.0], *curve]) if b[2] >= target), None
-    )
+    reached = next((_crossing(a, b, target) for a, b in itertools.pairwise([[0.0, 0, 0.0], *curve]) if b[2] >= target), None)
     steps = [row for row in rows if row["kind"] == "step"]
 
     def mean(name: str) -> float | None:

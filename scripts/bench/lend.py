@@ -45,8 +45,7 @@ async def measure(case: Case, folder: Path) -> dict[str, Any]:
     waits = [d.metrics.get("perf/gpu_wait_s", 0.0) for d in late]
     lent_s = sum(d.metrics.get("perf/lent_s", 0.0) for d in late)
     means = {
-        name: round(statistics.mean(d.metrics.get(f"perf/{name}", 0.0) for d in late), 3)
-        for name in ("wait_s", "turn_s", "lent_s")
+        name: round(statistics.mean(d.metrics.get(f"perf/{name}", 0.0) for d in late), 3) for name in ("wait_s", "turn_s", "lent_s")
     }
     return {
         "step_s": round(step_s, 3), "steps_per_hour": round(3600 / step_s, 1),

@@ -44,7 +44,6 @@ HEAD_TOKENS = 64
 VERSION = 3
 
 
-
 def _objective(**fields: object) -> ObjectiveConfig:
     """The objective of a run with these settings, at max_weight_staleness 2."""
     base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 1, "rm_type": "math"}
@@ -189,9 +188,7 @@ def objective_s(cfg: ObjectiveConfig, samples: list[TrainSample], micro_tokens: 
 
 
 def packing_report() -> None:
-    print(
-        "\npacking of 512 log-normal lengths, worst of 5 batches; bounds: Martello-Toth L2, and token sum with halves"
-    )
+    print("\npacking of 512 log-normal lengths, worst of 5 batches; bounds: Martello-Toth L2, and token sum with halves")
     names = ("mu", "sigma", "cap", "dp", "tokens/capacity", "of L2 bound", "of simple bound", "plan ms")
     print("".join(f"{name:>16}" for name in names))
     for mu, sigma, cap in ((6.0, 1.0, 2048), (6.5, 0.7, 4096), (7.0, 1.2, 8192), (7.0, 0.3, 16384), (7.0, 0.3, 2048)):

@@ -67,9 +67,7 @@ def engine(port: int) -> None:
         return answer
 
     async def said(request: web.Request) -> web.Response:
-        return web.json_response(
-            {"model_path": "m", "served_model_name": "m", "is_generation": True, "weight_version": "1"}
-        )
+        return web.json_response({"model_path": "m", "served_model_name": "m", "is_generation": True, "weight_version": "1"})
 
     app = web.Application()
     app.router.add_post("/generate", generate)
@@ -127,9 +125,7 @@ async def measure(requests: int, concurrent: int) -> list[dict[str, Any]]:
                 "host": "127.0.0.1", "port": port, "prometheus-port": port + 1, "worker-urls": f"http://127.0.0.1:{engine_port}",
             }  # fmt: skip
             router = Child()
-            await router.start(
-                command_line((sys.executable, "-m", MODULE), DEFAULTS | own | flags), folder / f"{port}.log"
-            )
+            await router.start(command_line((sys.executable, "-m", MODULE), DEFAULTS | own | flags), folder / f"{port}.log")
             try:
                 async with asyncio.timeout(30):
                     while not await answers("127.0.0.1", port):  # noqa: ASYNC110

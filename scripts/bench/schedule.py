@@ -177,8 +177,7 @@ def row_of(
         "born_over_bound": born_late,
         "between_steps_ms": round(1e3 * (step_s - mean_metric("perf/wait_s") - case.train_s), 1),
         "cpu_ms_a_sample": {
-            name: round(1e3 * (last.cpu[name] - at) / (samples * (len(seen) - 1) / len(seen)), 2)
-            for name, at in first.cpu.items()
+            name: round(1e3 * (last.cpu[name] - at) / (samples * (len(seen) - 1) / len(seen)), 2) for name, at in first.cpu.items()
         },
         "load_average": round(os.getloadavg()[0], 1),
         "cores_busy": round(sum(last.cpu[n] - at for n, at in first.cpu.items()) / (last.wall - first.wall), 2),
@@ -189,9 +188,7 @@ def simulated(case: Case, over_sampling: int, run: str = "bench") -> dict[str, f
     """What the simulation says of the same samples, or of those that a run of another name draws."""
     ids = (f"{run}/g{1 + i // case.group:07d}/{i % case.group}" for i in itertools.count())
     seconds = (seconds_of(case.lengths, case.median_s, seed) for seed in ids)
-    draws = (
-        Draw(round(tokens_of(s, case.median_s, case.tokens)) if case.proportional else case.tokens, s) for s in seconds
-    )
+    draws = (Draw(round(tokens_of(s, case.median_s, case.tokens)) if case.proportional else case.tokens, s) for s in seconds)
     groups = (DrawnGroup(tuple(itertools.islice(draws, case.group))) for _ in itertools.count())
     knobs = SimulatedKnobs(
         max_weight_staleness=case.bound, staleness_policy=case.policy, rollout_batch_size=case.batch,
@@ -285,9 +282,7 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=12)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting")
-    parser.add_argument(
-        "--nice", type=int, help="priority of the run's processes, for a machine with other work; below 0: root"
-    )
+    parser.add_argument("--nice", type=int, help="priority of the run's processes, for a machine with other work; below 0: root")
     parser.add_argument("--jobs", type=int, default=1, help="cases at once")
     parser.add_argument("--draws", type=int, default=0, help="no run: the simulation alone, for so many other draws of samples")
     parser.add_argument("--keep", action="store_true", help="leave each run's folder, and say where it is")

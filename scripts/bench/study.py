@@ -66,11 +66,7 @@ def staleness_jobs(seeds: list[int], config: list[str]) -> list[Job]:
 def estimator_jobs(seeds: list[int], config: list[str], teacher: str) -> list[Job]:
     """One family each; distillation needs the directory of a teacher."""
     extra = {"opd": ("--opd-teacher-load", teacher)}
-    return [
-        Job(label, seed, (*config, *flags, *extra.get(label, ())))
-        for seed in seeds
-        for label, flags in ESTIMATORS.items()
-    ]
+    return [Job(label, seed, (*config, *flags, *extra.get(label, ()))) for seed in seeds for label, flags in ESTIMATORS.items()]
 
 
 async def run_all(jobs: list[Job], at_once: int, runs: Path) -> list[dict[str, Any]]:
@@ -163,9 +159,7 @@ def draw(rows: list[dict[str, Any]], file: Path, columns: int) -> None:
         for label in panel:
             curves = [r["curve"] for r in rows if r["label"] == label and r.get("curve")]
             steps = sorted({int(s) for c in curves for s in c})
-            means = [
-                100 * sum(c[str(s)] for c in curves if str(s) in c) / sum(str(s) in c for c in curves) for s in steps
-            ]
+            means = [100 * sum(c[str(s)] for c in curves if str(s) in c) / sum(str(s) in c for c in curves) for s in steps]
             axis.plot(steps, means, marker="o", markersize=3, label=label)
         axis.set_xlabel("training step")
         axis.grid(alpha=0.3)
@@ -196,9 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("study", choices=["staleness", "estimators"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument(
-        "--at-once", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="runs side by side"
-    )
+    parser.add_argument("--at-once", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="runs side by side")
     parser.add_argument("--runs-dir", type=Path, default=REPO / "runs" / "study")
     parser.add_argument(
         "--teacher", type=Path, help="estimators: the distillation's teacher, a model directory or a run's checkpoints"

@@ -58,16 +58,12 @@ COLORS = ("#1c2430", "#5c6675", "#14804f", "#8cc7a8", "#2563c9", "#a2c0ee", "#c0
 
 def values_of(rewards: Sequence[float], groups: Sequence[str], known: Sequence[Sequence[float]], estimator: str) -> list[float]:
     """Advantages of samples, as the trainer takes them."""
-    return normalize_group_rewards(
-        rewards, groups, range(len(rewards)), estimator=estimator, known_rewards=known
-    ).values
+    return normalize_group_rewards(rewards, groups, range(len(rewards)), estimator=estimator, known_rewards=known).values
 
 
 def batch_values(batch: Sequence[Trained], *, estimator: str, baseline: str) -> list[float]:
     """The same for a batch. `baseline`: field of Trained."""
-    return values_of(
-        [s.answer.reward for s in batch], [s.group for s in batch], [getattr(s, baseline) for s in batch], estimator
-    )
+    return values_of([s.answer.reward for s in batch], [s.group for s in batch], [getattr(s, baseline) for s in batch], estimator)
 
 
 def gradient(log_policy: np.ndarray, batch: Sequence[Trained], values: Sequence[float]) -> np.ndarray:

@@ -74,12 +74,8 @@ def measure(case: Case, nice: int | None) -> tuple[list[Record], float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--bound", type=int, nargs="+", default=[1, 2, 4], help="recorded at the first, predicted for the others"
-    )
-    parser.add_argument(
-        "--slots", type=int, nargs="*", default=[48], help="of the engine; predicted too, at the second bound"
-    )
+    parser.add_argument("--bound", type=int, nargs="+", default=[1, 2, 4], help="recorded at the first, predicted for the others")
+    parser.add_argument("--slots", type=int, nargs="*", default=[48], help="of the engine; predicted too, at the second bound")
     parser.add_argument("--lengths", choices=LENGTHS, default="lognormal")
     parser.add_argument("--load", choices=list(LOADS), default="R=T")
     parser.add_argument("--median-s", type=float, default=1.0, help="of a sample's seconds")
@@ -94,9 +90,7 @@ def main() -> int:
         lengths=args.lengths, load=args.load, bound=args.bound[0], policy="split", median_s=args.median_s, proportional=True,
         steps=args.steps, train=case.train_s,
     )  # fmt: skip
-    asked: list[tuple[dict[str, Any], Case]] = [
-        ({"max_weight_staleness": b}, replace(first, bound=b)) for b in args.bound[1:]
-    ]
+    asked: list[tuple[dict[str, Any], Case]] = [({"max_weight_staleness": b}, replace(first, bound=b)) for b in args.bound[1:]]
     asked += [
         (
             {"max_weight_staleness": args.bound[1], "sglang_server_concurrency": n},

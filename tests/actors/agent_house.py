@@ -34,9 +34,7 @@ class ScriptedSession:
         self.asked: list[Sampling] = []
         self.told: list[tuple[str, tuple[Any, ...]]] = []
 
-    async def generate(
-        self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None
-    ) -> Segment:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None) -> Segment:
         sampling, call = sampling or self.task.sampling, len(self.seen)
         if sampling.stop:
             watch = watching(self._chat.decode, sampling.stop, watch)
@@ -60,8 +58,6 @@ class ScriptedSession:
 
     async def save(self) -> None: ...
 
-    async def tell(
-        self, name: str, call: Callable[..., Awaitable[Any] | Any], *args: Any, deadline_s: float = 60.0
-    ) -> Any:
+    async def tell(self, name: str, call: Callable[..., Awaitable[Any] | Any], *args: Any, deadline_s: float = 60.0) -> Any:
         self.told.append((name, args))
         return await call(*args)

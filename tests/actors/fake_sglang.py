@@ -54,9 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         return known
 
     def do_GET(self) -> None:
-        self.answer(
-            {"weight_version": self.version, "model_path": "m", "stream_interval": 32, "skip_tokenizer_init": True}
-        )
+        self.answer({"weight_version": self.version, "model_path": "m", "stream_interval": 32, "skip_tokenizer_init": True})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")

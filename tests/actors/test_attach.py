@@ -15,9 +15,7 @@ from actors.generation.engines.sglang.wire import NEVER_MIXES
 
 def config(folder: Path, **values: Any) -> str:
     folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "qwen3", "hidden_size": 64, "vocab_size": 64} | values)
-    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64, "vocab_size": 64} | values))
     return str(folder)
 
 

@@ -75,9 +75,7 @@ class Disk:
         monkeypatch.setattr(os, "rename", renamed)
 
 
-def test_a_file_is_on_the_disk_before_its_name_is_and_then_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_on_the_disk_before_its_name_is_and_then_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, file = Disk(monkeypatch), tmp_path / "new" / "file"
     write_durably(file, b"data")
     assert file.read_bytes() == b"data" and [p.name for p in file.parent.iterdir()] == ["file"]

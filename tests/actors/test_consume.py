@@ -222,8 +222,13 @@ async def test_a_reward_function_that_always_raises_burns_no_prompt_and_ends_the
     redis_url: str, run_name: str, tokenizer_dir: str, tmp_path: Path
 ) -> None:
     (tmp_path / "hook.py").write_text("def hook(sample):\n    return sample['no such key'] + 1\n")
-    spec = room_of(RewardSpec,
-        tokenizer_dir=tokenizer_dir, custom_rm_path=f"{tmp_path}/hook.py:hook", n_workers=2, max_retries=1, patience_s=1.0
+    spec = room_of(
+        RewardSpec,
+        tokenizer_dir=tokenizer_dir,
+        custom_rm_path=f"{tmp_path}/hook.py:hook",
+        n_workers=2,
+        max_retries=1,
+        patience_s=1.0,
     )
     ended: list[str] = []
     async with open_bus(redis_url, run_name, groups=[f"g{i}" for i in range(40)]) as bus:
@@ -253,8 +258,13 @@ async def test_samples_that_alone_are_left_and_cannot_be_scored_are_given_up_and
 ) -> None:
     """Five of a batch: when all others were scored, the attempts at them in a row ended the run."""
     (tmp_path / "hook.py").write_text("def hook(sample):\n    return 1 / (int(sample['sample_id'][1]) > 4)\n")
-    spec = room_of(RewardSpec,
-        tokenizer_dir=tokenizer_dir, custom_rm_path=f"{tmp_path}/hook.py:hook", n_workers=2, max_retries=1, patience_s=0.5
+    spec = room_of(
+        RewardSpec,
+        tokenizer_dir=tokenizer_dir,
+        custom_rm_path=f"{tmp_path}/hook.py:hook",
+        n_workers=2,
+        max_retries=1,
+        patience_s=0.5,
     )
     async with open_bus(redis_url, run_name, groups=[f"g{i}" for i in range(9)]) as bus:
 

@@ -43,9 +43,7 @@ def test_a_part_cut_again_keeps_the_rewards_of_its_whole_group() -> None:
     assert late.cut((1,)).known == late.cut((0, 1)).known == (0.0, 1.0, 2.0, 3.0)
 
 
-@pytest.mark.parametrize(
-    ("under_way", "waits"), [({0: 3}, False), ({0: 4}, True), ({1: 9}, False), ({0: 3, 1: 1}, False)]
-)
+@pytest.mark.parametrize(("under_way", "waits"), [({0: 3}, False), ({0: 4}, True), ({1: 9}, False), ({0: 3, 1: 1}, False)])
 def test_younger_ones_are_taken_while_what_is_under_way_still_fits(under_way: dict[int, int], waits: bool) -> None:
     """Batches of 3, bound 2: of what was issued at step 0, three samples fit into the batch of step 2."""
     ready = {"g1": part(*(scored("g1", i, [1], n=3) for i in range(3)))}

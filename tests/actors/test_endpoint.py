@@ -49,9 +49,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(
-    chat: Chat, script: Callable[[str], str], of: Task | None = None, *, context: int = 0
-) -> AsyncIterator[Served]:
+async def serving(chat: Chat, script: Callable[[str], str], of: Task | None = None, *, context: int = 0) -> AsyncIterator[Served]:
     counts: Counter[str] = Counter()
     session = ScriptedSession(chat, of or task(), script)
     async with Endpoint(chat, "hermes", lambda name, by=1: counts.update({name: by}), context=context) as endpoint:

@@ -57,9 +57,7 @@ def active(step: int) -> PolicyActive:
 
 def answer(task: SampleTask, reward: float, *spans: VersionSpan) -> Scored:
     n = sum(span.n for span in spans)
-    response = Response(
-        tokens=pack_ints([5] * n), logprobs=pack_floats([-0.5] * n), loss_mask=memoryview(b"\x01" * n), spans=spans
-    )
+    response = Response(tokens=pack_ints([5] * n), logprobs=pack_floats([-0.5] * n), loss_mask=memoryview(b"\x01" * n), spans=spans)
     return Scored(rollout=RolloutDone(task=task, response=response, finish="stop"), reward=reward)
 
 
@@ -93,9 +91,7 @@ async def shown(bus: Bus) -> tuple[str, History]:
     return plain_line(record, history, total_steps=LAST), history
 
 
-async def test_a_measurement_is_named_after_the_version_that_made_most_of_it(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_a_measurement_is_named_after_the_version_that_made_most_of_it(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
         await put(bus, ACTIVE, active(0))
         tasks = await issued(bus, N)
@@ -114,9 +110,7 @@ async def test_a_measurement_is_named_after_the_version_that_made_most_of_it(
         assert {t.step for t in await issued(bus, 2 * N)} == {0, 1}
 
 
-async def test_a_measurement_that_failed_is_told_as_failed_with_the_reason(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_a_measurement_that_failed_is_told_as_failed_with_the_reason(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with evaluating(redis_url, run_name, tmp_path, 1) as (bus, _):
         await put(bus, ACTIVE, active(0))
         tasks = await issued(bus, N)
@@ -157,9 +151,7 @@ async def test_samples_that_were_lost_count_as_wrong_and_are_told(
 
 
 @pytest.mark.parametrize("interval", [0, 2])
-async def test_nothing_is_measured_without_an_interval(
-    redis_url: str, run_name: str, tmp_path: Path, interval: int
-) -> None:
+async def test_nothing_is_measured_without_an_interval(redis_url: str, run_name: str, tmp_path: Path, interval: int) -> None:
     async with evaluating(redis_url, run_name, tmp_path, interval) as (bus, context):
         last = PolicyVersion(LAST + 1, LAST)
         if interval:

@@ -11,9 +11,7 @@ from tests.actors.house import messages
 from tests.declared import actor_of
 
 
-async def test_an_event_has_its_kinds_level_unless_told_otherwise_and_says_what_it_is_about(
-    redis_url: str, run_name: str
-) -> None:
+async def test_an_event_has_its_kinds_level_unless_told_otherwise_and_says_what_it_is_about(redis_url: str, run_name: str) -> None:
     async with Bus(BusConfig(url=redis_url, run=run_name)) as bus:
         context = Context(actor_of(name="trainer", role="trainer", bus=bus.config), bus, LiveKnobs(bus))
         await context.event(EventKind.STEP_SKIPPED, "step 3")

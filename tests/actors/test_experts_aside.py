@@ -84,9 +84,7 @@ async def test_they_are_written_once_read_by_the_trainer_and_gone_when_it_acknow
     [entry] = await bus.scan_all(GROUPS)
     assert not entry.blob and len(entry.body) < 4000
     async with trainer_of(bus) as trainer:
-        await bus.commit(
-            Commit(ack=await one_on(bus, GROUPS))
-        )  # as the registry and the accounts have it, it arrives here
+        await bus.commit(Commit(ack=await one_on(bus, GROUPS)))  # as the registry and the accounts have it, it arrives here
         assert await blobs(bus) == set(), "what no entry names any more is deleted"
         again = msgspec.structs.replace(group, samples=tuple([
             msgspec.structs.replace(scored, rollout=await put_aside(bus, made(i))) for i, scored in enumerate(group.samples)
@@ -115,9 +113,7 @@ async def test_a_group_that_is_dropped_takes_them_along_and_a_dead_letter_keeps_
     await bus.append([Out(ROLLOUTS, await put_aside(bus, made(i))) for i in range(2)])
     first, second = await one_on(bus, ROLLOUTS, 2)
     await bus.commit(Commit(ack=(first,)))
-    assert await blobs(bus) == {
-        ":".join([*ref.split(":")[:2], "0"]) if "redis" in ref else ref for ref in second.asides
-    }
+    assert await blobs(bus) == {":".join([*ref.split(":")[:2], "0"]) if "redis" in ref else ref for ref in second.asides}
     letter = letter_of(second, actor="reward", error="poison", wall=0.0)
     await bus.commit(Commit(ack=(second,), append=(Out(DEAD, letter),)))
     assert len(await blobs(bus)) == 1 and await sweep_orphans(bus, older_s=-1.0) == 0

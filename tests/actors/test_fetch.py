@@ -68,9 +68,7 @@ def test_a_version_is_passed_on_while_it_still_arrives(version: Path, serve: Ser
     assert same(version, tmp_path / "last") and sum(came) == parcel.n_bytes
 
 
-def test_a_source_that_breaks_off_is_followed_by_the_next_where_it_ended(
-    version: Path, serve: Serve, tmp_path: Path
-) -> None:
+def test_a_source_that_breaks_off_is_followed_by_the_next_where_it_ended(version: Path, serve: Serve, tmp_path: Path) -> None:
     parcel, half = pack_parcel(version), tmp_path / "half"
     half.mkdir()
     body = (version / "model.safetensors").read_bytes()
@@ -103,9 +101,7 @@ def test_a_damaged_piece_is_not_taken_and_the_next_source_asked(version: Path, s
     fetch.run()
     assert same(version, tmp_path / "here")
     alone, _ = fetching(parcel, tmp_path / "other", serve(bad).url, deadline_s=0.2)
-    with pytest.raises(
-        FetchFailed, match=r"model\.safetensors stopped at .*: piece 1 of model\.safetensors is damaged"
-    ):
+    with pytest.raises(FetchFailed, match=r"model\.safetensors stopped at .*: piece 1 of model\.safetensors is damaged"):
         alone.run()
 
 
@@ -227,9 +223,7 @@ def test_small_files_that_an_earlier_version_has_do_not_come_again(version: Path
     assert sum(came) == parcel.n_bytes - (version / "config.json").stat().st_size
 
 
-def test_what_a_killed_fetch_left_of_a_small_file_that_need_not_come_is_gone(
-    version: Path, serve: Serve, tmp_path: Path
-) -> None:
+def test_what_a_killed_fetch_left_of_a_small_file_that_need_not_come_is_gone(version: Path, serve: Serve, tmp_path: Path) -> None:
     """A source would send it, and wait for its rest."""
     earlier, here = tmp_path / "earlier", tmp_path / "here"
     for folder in (earlier, here):
@@ -309,7 +303,5 @@ def test_nobody_ever_waits_for_himself(told: list[tuple[str, set[str]]]) -> None
         ("fd00::7", "", ("fd00::7", "", 0)),
     ],
 )
-def test_an_address_is_the_setting_or_that_of_the_bus_connection(
-    given_: str, own: str, expected: tuple[str, str, int]
-) -> None:
+def test_an_address_is_the_setting_or_that_of_the_bus_connection(given_: str, own: str, expected: tuple[str, str, int]) -> None:
     assert place(given_, own) == expected

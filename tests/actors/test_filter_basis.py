@@ -18,9 +18,7 @@ BOUND = 2
 
 def arrival(index: int, n: int) -> tuple[Entry, Scored]:
     """A member with one token of step 0, whose reward tells it apart from all others."""
-    task = SampleTask(
-        sample_id=f"g/{index}", group_id="g", index=index, n_samples=n, prompt_id="p", prompt_tokens=memoryview(b"")
-    )
+    task = SampleTask(sample_id=f"g/{index}", group_id="g", index=index, n_samples=n, prompt_id="p", prompt_tokens=memoryview(b""))
     response = Response(
         tokens=pack_ints([0]), logprobs=pack_floats([0.0]), loss_mask=memoryview(b"\x01"), spans=(VersionSpan(1, 0, 1),)
     )

@@ -24,9 +24,7 @@ N, BOUND = 5, 2
 def member(index: int, reward: float = 0.0, *, steps: tuple[int, ...] = (0,), **fields: Any) -> Scored:
     """A sample with two tokens of each step."""
     plain = scored(1, index, reward, n=N, tokens=2 * len(steps))
-    response = msgspec.structs.replace(
-        plain.rollout.response, spans=tuple(VersionSpan(step + 1, step, 2) for step in steps)
-    )
+    response = msgspec.structs.replace(plain.rollout.response, spans=tuple(VersionSpan(step + 1, step, 2) for step in steps))
     return msgspec.structs.replace(plain, rollout=msgspec.structs.replace(plain.rollout, response=response, **fields))
 
 
@@ -45,9 +43,7 @@ class Table(GroupTable):
 
     def put(self, one: Scored | RolloutLost, entry_id: str = "") -> str:
         task = one.rollout.task if isinstance(one, Scored) else one
-        entry = Entry(
-            id=entry_id or f"{task.sample_id[3:]}-1", stream=SCORED, readers="filter", fields={}, body=b"", size=0
-        )
+        entry = Entry(id=entry_id or f"{task.sample_id[3:]}-1", stream=SCORED, readers="filter", fields={}, body=b"", size=0)
         return self.add(entry, one)
 
     @property
@@ -67,9 +63,7 @@ def test_under_split_two_leave_together_in_the_step_in_which_the_oldest_token_re
 
 
 def test_a_token_of_a_lost_future_is_old_on_its_other_side() -> None:
-    assert [
-        step for step in range(6) if leaves(Table(member(0, steps=(4,)), member(1, steps=(4,))), "split", step)
-    ] == [0, 1, 2]
+    assert [step for step in range(6) if leaves(Table(member(0, steps=(4,)), member(1, steps=(4,))), "split", step)] == [0, 1, 2]
 
 
 def test_under_member_more_than_half_leave_at_once() -> None:

@@ -129,9 +129,7 @@ async def test_the_ledger_closes_between_the_parts(redis_url: str, run_name: str
             await closes(bus)
 
 
-async def test_one_finished_member_has_nobody_to_be_compared_with_and_waits_for_a_sibling(
-    redis_url: str, run_name: str
-) -> None:
+async def test_one_finished_member_has_nobody_to_be_compared_with_and_waits_for_a_sibling(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name, knobs=SPLIT) as bus:
         await issue(bus, 1)
         async with running(bus, "filter", run, FilterSpec()) as context:
@@ -178,9 +176,7 @@ async def test_a_late_member_that_is_lost_takes_nobody_with_it(redis_url: str, r
         await closes(bus)
 
 
-async def test_a_filter_that_starts_again_knows_what_left_and_speaks_only_after_it_has_all(
-    redis_url: str, run_name: str
-) -> None:
+async def test_a_filter_that_starts_again_knows_what_left_and_speaks_only_after_it_has_all(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name, knobs=SPLIT) as bus:
         await issue(bus, 1, 2)
         async with running(bus, "filter", run, FilterSpec()) as context:

@@ -105,11 +105,7 @@ class Mixed:
 
         await until(all_of_it)
         for name in {name for name, _ in self.garbage} - others:
-            counted = sum(
-                n
-                for what, n in context.counters.items()
-                if what.startswith((f"refused/log/{name}", f"refused/{name}/"))
-            )
+            counted = sum(n for what, n in context.counters.items() if what.startswith((f"refused/log/{name}", f"refused/{name}/")))
             assert counted >= sum(n == name for n, _ in self.garbage), f"{name}: {counted} counted"
         for stream in {BY_NAME[name] for name, _ in self.garbage if BY_NAME[name].is_data}:
             assert await self._bus.length(stream) == 0, f"{stream.name} holds entries for ever"
@@ -243,10 +239,7 @@ async def test_trainer(redis_url: str, run_name: str, tokenizer_dir: str, seed: 
     async with open_bus(redis_url, run_name) as bus:
         await list_open(bus, *GROUPS_, generated=3 * len(MEMBERS))
         mixed = Mixed(bus, seed)
-        kept = [
-            GroupKept(group_id=f"g{g}", prompt_id="p", samples=(scored(g, 0, 0.0), scored(g, 1, 1.0)))
-            for g in (1, 2, 3)
-        ]
+        kept = [GroupKept(group_id=f"g{g}", prompt_id="p", samples=(scored(g, 0, 0.0), scored(g, 1, 1.0))) for g in (1, 2, 3)]
         await mixed.put(GROUPS, kept, damaged=0)
         async with running(bus, "trainer", trainer, spec) as context:
 

@@ -37,9 +37,7 @@ def blocks() -> int:
 async def pass_groups(bus: Bus, begin: int) -> None:
     """GROUPS_AT_ONCE groups and a step go through the filter; the trainer takes them."""
     numbers = range(begin, begin + GROUPS_AT_ONCE)
-    opened = {
-        f"g{g}": msgspec.msgpack.encode(OpenGroup(group_id=f"g{g}", prompt_id=f"p{g}", n_samples=2)) for g in numbers
-    }
+    opened = {f"g{g}": msgspec.msgpack.encode(OpenGroup(group_id=f"g{g}", prompt_id=f"p{g}", n_samples=2)) for g in numbers}
     await bus.commit(Commit(open_groups=opened))
     version = PolicyVersion(id=begin, step=begin)
     await put(bus, POLICY, StepDone(step=begin, version=version, trained_on=version, groups=()))
@@ -97,9 +95,7 @@ async def test_a_step_on_record_takes_a_kilobyte_and_a_history_has_a_bound(redis
 async def test_results_of_evaluations_do_not_stay_on_the_bus_for_ever(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name) as bus:
         for step in range(1, 4000, 250):
-            done = (
-                EvalDone(name="held_out", version=n, step=n, metrics={}, n_samples=8) for n in range(step, step + 250)
-            )
+            done = (EvalDone(name="held_out", version=n, step=n, metrics={}, n_samples=8) for n in range(step, step + 250))
             await bus.append([Out(EVAL_RESULTS, one) for one in done])
         assert EVAL_RESULTS.cap <= await bus.length(EVAL_RESULTS) < 1.5 * EVAL_RESULTS.cap
         [newest] = await bus.last(EVAL_RESULTS)
@@ -118,9 +114,7 @@ def test_loading_a_version_leaves_nothing_in_the_engine(tmp_path: Path) -> None:
     config = {"model_type": "qwen3", "vocab_size": 16, "head_dim": 8, "max_position_embeddings": 64, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     decoder = Decoder(read_config(tmp_path))
-    tensors = {
-        name: torch.full(slot.shape, n, dtype=torch.bfloat16) for n, (name, slot) in enumerate(decoder.slots.items())
-    }
+    tensors = {name: torch.full(slot.shape, n, dtype=torch.bfloat16) for n, (name, slot) in enumerate(decoder.slots.items())}
     save_file(tensors, tmp_path / "model.safetensors")
     found = []
     for _ in range(3):

@@ -31,9 +31,7 @@ async def test_a_program_that_solves_is_paid(scorer: CodeScorer, metadata: dict[
 
 
 @pytest.mark.parametrize(("metadata", "program"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
-async def test_a_program_that_does_not_solve_is_not_paid(
-    scorer: CodeScorer, metadata: dict[str, Any], program: str
-) -> None:
+async def test_a_program_that_does_not_solve_is_not_paid(scorer: CodeScorer, metadata: dict[str, Any], program: str) -> None:
     assert (await scorer.score(sample(program, metadata), 60.0))["score"] == 0.0
 
 

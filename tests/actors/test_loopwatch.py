@@ -114,9 +114,7 @@ async def test_what_holds_up_its_process_twice_is_a_dead_letter_that_names_the_p
 
 
 @pytest.mark.timeout(120)
-async def test_a_loop_that_goes_on_in_time_is_told_of_and_keeps_its_leases(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_a_loop_that_goes_on_in_time_is_told_of_and_keeps_its_leases(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with open_bus(redis_url, run_name, lease_s=LEASE_S) as bus:
         await list_open(bus, "g0", n=1)
         await put(bus, PROMPTS, task(0, 0, n=1, label="short"))

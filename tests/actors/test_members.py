@@ -24,9 +24,7 @@ def event(kind: str, wall: float = 0.0, worker: str = "w", **data: Any) -> Event
 
 
 def beat(state: Any = "running", version: int = 1, *, wall: float = 0.0, waits_for: str = "") -> Vitals:
-    return Vitals(
-        actor="w", role="generation", pid=1, host="h", state=state, wall=wall, version=version, waits_for=waits_for
-    )
+    return Vitals(actor="w", role="generation", pid=1, host="h", state=state, wall=wall, version=version, waits_for=waits_for)
 
 
 def able(members: Members, now: float = 0.0) -> dict[str, Seat]:

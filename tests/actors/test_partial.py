@@ -62,9 +62,7 @@ def test_only_what_is_stale_to_its_last_token_starts_again() -> None:
 
 
 async def listed(bus: Bus, *groups: int) -> None:
-    opened = {
-        f"g{g}": msgspec.msgpack.encode(OpenGroup(group_id=f"g{g}", prompt_id=f"p{g}", n_samples=1)) for g in groups
-    }
+    opened = {f"g{g}": msgspec.msgpack.encode(OpenGroup(group_id=f"g{g}", prompt_id=f"p{g}", n_samples=1)) for g in groups}
     await bus.commit(Commit(open_groups=opened, guard=Guard("listed", "", "yes")))
 
 

@@ -85,9 +85,7 @@ def test_a_text_that_only_looks_like_messages_stays_text() -> None:
         assert parts_of({"prompt": text}, KEYS, chat=True).prompt == text
 
 
-@pytest.mark.parametrize(
-    "content", [None, "", "  ", 7, {"text": "1"}, [], [{"type": "text", "text": ""}], [{"type": "text"}]]
-)
+@pytest.mark.parametrize("content", [None, "", "  ", 7, {"text": "1"}, [], [{"type": "text", "text": ""}], [{"type": "text"}]])
 def test_a_question_that_would_not_reach_the_model_is_refused(content: Any) -> None:
     for message in ({"role": "user", "content": content}, {"role": "user"}):
         with pytest.raises(BadRow, match="message 2, of user, has") as caught:
@@ -146,9 +144,7 @@ def loaded(folder: str, rows: Any, template: str = TEMPLATE, *, name: str = "row
         ("{% for m in messages %}{{ m.content[:3] }}{% endfor %}", ASKED, "message 1, of user, is not in"),
     ],
 )
-def test_what_a_template_does_not_show_is_refused_with_its_row(
-    tokenizer_dir: str, template: str, messages: Any, says: str
-) -> None:
+def test_what_a_template_does_not_show_is_refused_with_its_row(tokenizer_dir: str, template: str, messages: Any, says: str) -> None:
     with pytest.raises(Refused, match=r"rows\.jsonl row 2: ") as caught:
         loaded(tokenizer_dir, [{"prompt": "1"}, {"prompt": messages}], template)
     assert says in str(caught.value) and "\n" not in str(caught.value)

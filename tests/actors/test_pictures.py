@@ -116,6 +116,7 @@ async def test_a_group_shares_its_pictures_until_it_is_closed(redis_url: str, ru
     made = spec_of(given)
     async with open_bus(redis_url, run_name) as bus:
         async with running(bus, "sampler", run, made) as context:
+
             async def waits() -> bool:
                 return "news" in context.vitals().waits_for
 

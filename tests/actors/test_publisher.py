@@ -59,9 +59,7 @@ async def served(bus: Bus, serving: dict[str, int]) -> list[Any]:
 def says(name: str, version: int = -1, waits_for: str = "") -> Vitals:
     """Signs of life."""
     wall = time.time()
-    return Vitals(
-        actor=name, role="generation", pid=1, host="h", state="running", wall=wall, version=version, waits_for=waits_for
-    )
+    return Vitals(actor=name, role="generation", pid=1, host="h", state="running", wall=wall, version=version, waits_for=waits_for)
 
 
 def activated(name: str, version: int) -> Event:
@@ -74,9 +72,7 @@ def announced(version: int, directory: Path) -> PolicyAnnounced:
 
 
 @pytest.mark.parametrize("skew_s", [-30.0, 30.0])
-async def test_a_worker_is_ordered_whatever_its_clock_says(
-    redis_url: str, run_name: str, tmp_path: Path, skew_s: float
-) -> None:
+async def test_a_worker_is_ordered_whatever_its_clock_says(redis_url: str, run_name: str, tmp_path: Path, skew_s: float) -> None:
     async with open_bus(redis_url, run_name) as bus:
         off = msgspec.structs.replace(says("w"), wall=time.time() + skew_s)
         await bus.set_vitals("w", off)  # one that was there before the publisher
@@ -108,9 +104,7 @@ async def test_a_worker_that_is_late_is_told_with_its_reason_and_ordered_again(
             await until(lambda: served(bus, {"w": 1}))
 
 
-async def test_the_deadline_of_an_activation_begins_when_the_engine_is_there(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_the_deadline_of_an_activation_begins_when_the_engine_is_there(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with open_bus(redis_url, run_name) as bus:
         async with publishing(bus, activation_deadline_s=0.2):
             await put(bus, POLICY, announced(1, tmp_path))
@@ -205,9 +199,7 @@ async def _left(folder: Path, *versions: int) -> bool:
     return tuple(n for n in range(1, 13) if version_dir(folder, n).exists()) == versions
 
 
-async def test_damaged_files_are_written_anew_before_anybody_fetches_them(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_damaged_files_are_written_anew_before_anybody_fetches_them(redis_url: str, run_name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     async with open_bus(redis_url, run_name) as bus:
         async with publishing(bus):

@@ -37,9 +37,7 @@ class Slow(NoTraining):
 
 
 def kept(group: int) -> GroupKept:
-    return GroupKept(
-        group_id=f"g{group}", prompt_id=f"p{group}", samples=(scored(group, 0, 0.0), scored(group, 1, 1.0))
-    )
+    return GroupKept(group_id=f"g{group}", prompt_id=f"p{group}", samples=(scored(group, 0, 0.0), scored(group, 1, 1.0)))
 
 
 async def test_groups_that_come_while_a_step_is_trained_are_taken_in_before_it_ends(

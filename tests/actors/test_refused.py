@@ -56,9 +56,7 @@ def kept(group: int, bad: bool = False) -> GroupKept:
     )
 
 
-async def train(
-    bus: Bus, backend: Picky, folder: Path, monkeypatch: pytest.MonkeyPatch, *groups: GroupKept
-) -> list[Any]:
+async def train(bus: Bus, backend: Picky, folder: Path, monkeypatch: pytest.MonkeyPatch, *groups: GroupKept) -> list[Any]:
     """A trainer of one step until it ends; why it ended, if it was not the step."""
     monkeypatch.setattr(actor, "open_backend", lambda name: backend)
     spec = told(
@@ -113,9 +111,7 @@ async def test_a_step_that_is_half_done_begins_anew_from_the_checkpoint_without_
     async with open_bus(redis_url, run_name) as bus:
         [error] = await train(bus, backend, tmp_path, monkeypatch, kept(1), kept(2, bad=True))
         assert isinstance(error, InvariantBroken) and "half done when it met g2" in str(error)
-        assert (await read_accounts(bus)).dropped == {"refused": 2} and set(
-            await bus.hash_of(bus.keys.open_groups)
-        ) == {"g1"}
+        assert (await read_accounts(bus)).dropped == {"refused": 2} and set(await bus.hash_of(bus.keys.open_groups)) == {"g1"}
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -112,9 +112,7 @@ def retries(context: Context) -> int:
     return int(context.counters.get("retries", 0))
 
 
-async def test_rollouts_are_scored_and_lost_ones_pass_through(
-    redis_url: str, run_name: str, tokenizer_dir: str
-) -> None:
+async def test_rollouts_are_scored_and_lost_ones_pass_through(redis_url: str, run_name: str, tokenizer_dir: str) -> None:
     lost = RolloutLost(sample_id="g2/0", group_id="g2", n_samples=2, reason="evicted", tokens_made=9)
     right, wrong = done(1, 0, "7"), done(1, 1, "8")
     own = done(2, 1, r"so \boxed{Seven}", rm_type="boxed_exact_match", label="Seven")
@@ -220,6 +218,7 @@ async def test_a_function_that_raises_on_every_sample_ends_the_run_and_keeps_the
     redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path
 ) -> None:
     ended, always = asyncio.Event(), {"log": str(tmp_path / "log"), "whatever is said": "raise"}
+
     async def body(context: Context, spec: RewardSpec) -> None:
         with pytest.raises(ExceptionGroup) as caught:
             await run(context, spec)
@@ -243,9 +242,7 @@ async def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(
     async with open_bus(redis_url, run_name, groups=OPEN, knobs={"reward_timeout_s": 1.5}) as bus:
         async with running(bus, "reward", run, spec):
             hanging = done(1, 0, "hang", metadata={"log": str(tmp_path / "pid")})
-            await put(
-                bus, ROLLOUTS, hanging, done(1, 1, "crash"), *(done(n, i, "fine") for n in (2, 3, 4) for i in (0, 1))
-            )
+            await put(bus, ROLLOUTS, hanging, done(1, 1, "crash"), *(done(n, i, "fine") for n in (2, 3, 4) for i in (0, 1)))
             out = await scored_and_lost(bus, 8)
             letters = {m.sample_id: m.error for m in await messages(bus, DEAD)}
         assert {i for i, m in out.items() if isinstance(m, RolloutLost)} == {"g1/0", "g1/1"} == set(letters)
@@ -253,9 +250,7 @@ async def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(
         assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 
-async def test_what_is_no_reward_or_no_scorer_is_said_clearly(
-    redis_url: str, run_name: str, tokenizer_dir: str, hook: str
-) -> None:
+async def test_what_is_no_reward_or_no_scorer_is_said_clearly(redis_url: str, run_name: str, tokenizer_dir: str, hook: str) -> None:
     spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, custom_rm_path=hook, reward_key="score", n_workers=1, max_retries=0)
     async with open_bus(redis_url, run_name, groups=OPEN) as bus:
         async with running(bus, "reward", run, spec) as first:
@@ -286,9 +281,7 @@ async def test_a_malformed_entry_is_buried_and_its_group_told_if_it_has_one(
             await bus.link.run("XADD", key, "*", "id", "g1/1", "group", "g1", "tokens", "many", "body", b"")
             await bus.link.run("XADD", key, "*", "body", b"\x93\x01\x02\x03")
             odd = done(2, 0, "x")
-            odd = msgspec.structs.replace(
-                odd, response=msgspec.structs.replace(odd.response, tokens=memoryview(b"12345"))
-            )
+            odd = msgspec.structs.replace(odd, response=msgspec.structs.replace(odd.response, tokens=memoryview(b"12345")))
             await put(bus, ROLLOUTS, odd, done(2, 1, "7"))
             out = await scored_and_lost(bus, 4)
         assert await bus.length(DEAD) == 4
@@ -356,9 +349,7 @@ async def test_a_killed_reward_process_leaves_no_verifier_and_loses_no_sample(
         await put(bus, ROLLOUTS, done(1, 0, "slow", metadata={"log": str(log), "go": str(go)}), done(1, 1, "fine"))
 
         async def start() -> asyncio.subprocess.Process:
-            return await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "actors.reward", str(tmp_path / "spec.json")
-            )
+            return await asyncio.create_subprocess_exec(sys.executable, "-m", "actors.reward", str(tmp_path / "spec.json"))
 
         first = await start()
         await until(lambda: _exists(log), deadline_s=30.0)

@@ -47,7 +47,9 @@ async def left(
 
 
 async def test_programs_that_use_up_their_time_have_failed_and_the_run_goes_on(
-    redis_url: str, run_name: str, tokenizer_dir: str  # noqa: F811
+    redis_url: str,
+    run_name: str,
+    tokenizer_dir: str,  # noqa: F811
 ) -> None:
     spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, rm_type="unit_tests", patience_s=0.0)
     loops = [done(n, 0, LOOP, label="assert f() == 1") for n in range(GROUPS)]
@@ -89,7 +91,12 @@ async def test_a_sandbox_in_which_harmless_code_ends_too_says_nothing_about_a_pr
 
 @pytest.mark.parametrize("what", ["raise", "crash", "none"])
 async def test_answers_that_a_function_fails_at_end_no_run(
-    redis_url: str, run_name: str, tokenizer_dir: str, hook: str, tmp_path: Path, what: str  # noqa: F811
+    redis_url: str,
+    run_name: str,
+    tokenizer_dir: str,  # noqa: F811
+    hook: str,  # noqa: F811
+    tmp_path: Path,
+    what: str,
 ) -> None:
     scorer: dict[str, Any] = {"custom_rm_path": hook, "reward_key": "score", "max_retries": 0, "patience_s": 0.0, "n_workers": 1}
     spec = room_of(RewardSpec, tokenizer_dir=tokenizer_dir, **scorer)
@@ -199,5 +206,3 @@ async def test_a_trial_that_failed_speaks_for_all_who_wait_and_one_that_worked_f
     works = True
     assert await asyncio.gather(*(probe.blames_the_answer(trial) for _ in range(4))) == [True] * 4
     assert trials[0] >= 5
-
-

@@ -197,9 +197,7 @@ async def test_a_hook_that_hangs_is_killed_while_others_go_on(sync_hook: str, tm
 
 @pytest.mark.skipif(sys.platform != "linux", reason="verifiers adopt them on Linux")
 @pytest.mark.parametrize("how", ["setsid", "setsid bare"])
-async def test_what_a_hook_sent_into_a_session_of_its_own_ends_with_the_pool(
-    sync_hook: str, how: str, tmp_path: Path
-) -> None:
+async def test_what_a_hook_sent_into_a_session_of_its_own_ends_with_the_pool(sync_hook: str, how: str, tmp_path: Path) -> None:
     """Also when it cleared its environment."""
     async with pool(sync_hook) as verifiers:
         await verifiers.score(sample(how, str(tmp_path / "pid")), 20.0)

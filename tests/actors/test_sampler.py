@@ -82,9 +82,7 @@ async def test_admission_stops_at_the_bound_and_goes_on_when_a_version_is_active
             assert len(open_now) == 6, "trained groups stay listed until their checkpoint"
 
 
-async def test_the_last_batch_is_filled_when_a_member_of_a_group_was_dropped(
-    redis_url: str, run_name: str, data: DataSpec
-) -> None:
+async def test_the_last_batch_is_filled_when_a_member_of_a_group_was_dropped(redis_url: str, run_name: str, data: DataSpec) -> None:
     async with open_bus(redis_url, run_name, knobs={"over_sampling_batch_size": 0}) as bus:
         await put(bus, POLICY, StepDone(step=99, version=PolicyVersion(100, 99), trained_on=PolicyVersion(99, 98), groups=()))
         await activate(bus, 99)  # one step is left: two groups of two
@@ -119,9 +117,7 @@ async def test_what_is_trained_and_not_yet_served_does_not_stand_for_the_last_ba
             await until(lambda: _length(bus, 10))
 
 
-async def test_a_restart_continues_the_epoch_without_gap_or_repetition(
-    redis_url: str, run_name: str, data: DataSpec
-) -> None:
+async def test_a_restart_continues_the_epoch_without_gap_or_repetition(redis_url: str, run_name: str, data: DataSpec) -> None:
     async with open_bus(redis_url, run_name, knobs={"sglang_server_concurrency": 64}) as bus:
         await activate(bus, 0)
         async with running(bus, "sampler", run, spec(data, shuffle=True)):
@@ -270,9 +266,7 @@ async def test_an_open_group_whose_prompt_the_data_holds_no_more_is_dropped_and_
         assert said.text.startswith("1 open groups are of prompts that") and "the first p777" in said.text
 
 
-async def test_no_sample_of_a_group_is_issued_again_with_another_prompt(
-    redis_url: str, run_name: str, data: DataSpec
-) -> None:
+async def test_no_sample_of_a_group_is_issued_again_with_another_prompt(redis_url: str, run_name: str, data: DataSpec) -> None:
     """A row is taken out of the middle: the ids of those behind it mean others, and siblings of the lost ones may be trained."""
     async with open_bus(redis_url, run_name) as bus:
         await activate(bus, 0)
@@ -296,9 +290,7 @@ async def _many(told: Callable[[], Awaitable[list[str]]], n: int) -> bool:
     return len(await told()) == n
 
 
-async def test_a_filter_that_rejects_everything_ends_with_a_clear_error(
-    redis_url: str, run_name: str, data: DataSpec
-) -> None:
+async def test_a_filter_that_rejects_everything_ends_with_a_clear_error(redis_url: str, run_name: str, data: DataSpec) -> None:
     async with open_bus(redis_url, run_name, knobs={"max_waves": 2}) as bus:
         refused = asyncio.Event()
 

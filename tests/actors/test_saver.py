@@ -36,9 +36,7 @@ async def trained(bus: Bus, saver: Saver, steps: range) -> None:
         await saver.no_checkpoint(step)
 
 
-async def test_without_checkpoints_the_policy_log_keeps_its_newest_part(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_without_checkpoints_the_policy_log_keeps_its_newest_part(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with open_bus(redis_url, run_name) as bus:
         context = Context(actor_of(name="trainer", role="trainer", bus=bus.config), bus, LiveKnobs(bus))
         saver = Saver(context, Intake(context), asyncio.to_thread, save=tmp_path, keep_last=1, fingerprint="")
@@ -142,9 +140,7 @@ async def saved(saver: Saver, files: Files, step: int = 1) -> None:
         await saver.begin(tasks, files.copy, PolicyVersion(step + 1, step))
 
 
-async def test_a_checkpoint_is_durable_before_anything_is_acknowledged(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_a_checkpoint_is_durable_before_anything_is_acknowledged(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with trained_once(redis_url, run_name, tmp_path) as (bus, trainer, saver):
         seen: list[object] = []
 
@@ -158,9 +154,7 @@ async def test_a_checkpoint_is_durable_before_anything_is_acknowledged(
         assert [m.step for m in await messages(bus, POLICY) if isinstance(m, Checkpointed)] == [1]
 
 
-async def test_of_a_checkpoint_that_failed_nothing_is_acknowledged(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_of_a_checkpoint_that_failed_nothing_is_acknowledged(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with trained_once(redis_url, run_name, tmp_path) as (bus, trainer, saver):
 
         def look() -> None:

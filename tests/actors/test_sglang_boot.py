@@ -41,9 +41,7 @@ STARVED = "RuntimeError: Not enough memory. Please try to increase --mem-fractio
 BAD_FLAG = "usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --mem-fractoin-static 0.5"
 PORT = "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 30000): address already in use"
 KERNEL = "ModuleNotFoundError: No module named 'sgl_kernel.flash_attn'\nReceived sigquit from a child process."
-MODEL = (
-    "OSError: /models/nothing does not appear to have a file named config.json. Checkout the hub for available files."
-)
+MODEL = "OSError: /models/nothing does not appear to have a file named config.json. Checkout the hub for available files."
 UNEQUAL = """\
 [TP1] Failed to load generation config for /m: /m does not appear to have a file named generation_config.json. Proceeding without.
   File "sglang/srt/model_executor/model_runner.py", line 1316, in init_torch_distributed
@@ -192,9 +190,7 @@ def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Boot:
     """boot(failures, **settings) -> (server, events): a server that was not started yet."""
 
     @asynccontextmanager
-    async def make(
-        *failures: dict[str, Any], **settings: Any
-    ) -> AsyncIterator[tuple[SGLangServer, list[tuple[str, str]]]]:
+    async def make(*failures: dict[str, Any], **settings: Any) -> AsyncIterator[tuple[SGLangServer, list[tuple[str, str]]]]:
         plan = tmp_path / "plan.json"
         plan.write_text(json.dumps(failures))
         monkeypatch.setenv("FAKE_SGLANG", str(plan))
@@ -217,14 +213,10 @@ def boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Boot:
 
 
 def attempts(tmp_path: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads((folder / "attempt.json").read_text()) for folder in sorted((tmp_path / "engines").glob("boot.*"))
-    ]
+    return [json.loads((folder / "attempt.json").read_text()) for folder in sorted((tmp_path / "engines").glob("boot.*"))]
 
 
-async def test_a_server_that_starts_leaves_its_whole_contract(
-    boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_starts_leaves_its_whole_contract(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.setenv("SOME_API_KEY", "hush")
     async with boot(gpus=(1, 2)) as (server, events):
@@ -291,9 +283,7 @@ async def test_a_shortage_of_memory_lowers_the_share_by_a_notch(boot: Boot) -> N
         assert server.note == "engine degraded: mem-fraction-static=0.45, mem-fraction-static=0.4"
 
 
-@pytest.mark.parametrize(
-    ("log", "exit_code"), [(BAD_FLAG, 2), (MODEL, 1), (ASSERTION, 1)], ids=["flag", "model", "arguments"]
-)
+@pytest.mark.parametrize(("log", "exit_code"), [(BAD_FLAG, 2), (MODEL, 1), (ASSERTION, 1)], ids=["flag", "model", "arguments"])
 async def test_what_would_fail_again_is_not_tried_again(boot: Boot, tmp_path: Path, log: str, exit_code: int) -> None:
     async with boot({"log": log, "exit": exit_code}) as (server, _):
         with pytest.raises(BootRefused) as caught:

@@ -112,9 +112,7 @@ def test_under_a_constant_load_slots_settle_where_keys_and_values_are_well_used(
 def test_slots_settle_below_the_masked_share_that_is_allowed(
     seed: int, allowed: float, best: int, bound: int, noise: float
 ) -> None:
-    engine = Engine(
-        random.Random(seed), room=1e9, mean_tokens=300, bound=bound, masked_per_slot=allowed / best, noise=noise
-    )
+    engine = Engine(random.Random(seed), room=1e9, mean_tokens=300, bound=bound, masked_per_slot=allowed / best, noise=noise)
     slots, limits = Slots(), Limits(floor=8, ceiling=512, max_masked=allowed, bound=bound)
     drive(slots, engine, limits, 1200)
     seen = drive(slots, engine, limits, 400)

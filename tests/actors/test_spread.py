@@ -42,10 +42,7 @@ def kept(group, *samples):
 
 def test_quantiles_of_lengths_and_seconds_are_those_of_the_samples():
     lengths = [10, 20, 30, 40, 50, 60]
-    batch = [
-        kept(g, *(sample(g, i, tokens=lengths[3 * g + i], seconds=lengths[3 * g + i] / 10) for i in range(3)))
-        for g in (0, 1)
-    ]
+    batch = [kept(g, *(sample(g, i, tokens=lengths[3 * g + i], seconds=lengths[3 * g + i] / 10) for i in range(3))) for g in (0, 1)]
     found = spread_metrics(batch, step=5)
     assert [found[f"{LENGTH}/p{q}"] for q in QUANTILES] == pytest.approx(list(np.percentile(lengths, QUANTILES)))
     assert found[f"{SECONDS}/p100"] == 6.0
@@ -67,9 +64,7 @@ def test_ages_of_first_tokens_and_versions_spanned_are_shares():
 
 
 def test_a_resumed_sample_counts_the_seconds_that_its_prefix_took_at_the_same_pace():
-    batch = [
-        kept(0, sample(0, 0, tokens=30, seconds=2.0, resumed_tokens=10), sample(0, 1, tokens=30, resumed_tokens=30))
-    ]
+    batch = [kept(0, sample(0, 0, tokens=30, seconds=2.0, resumed_tokens=10), sample(0, 1, tokens=30, resumed_tokens=30))]
     found = spread_metrics(batch, step=3)
     assert found[f"{SECONDS}/p0"] == found[f"{SECONDS}/p100"] == pytest.approx(3.0)
 

@@ -73,19 +73,20 @@ class House:
         self.progress.fold(PolicyActive(version=PolicyVersion(best + 1, best), serving={"w": best + 1}))
 
     def issue(self) -> None:
-        while free_samples(
-            open_samples=self.progress.open_samples,
-            untrained=self.progress.untrained,
-            unjudged=self.progress.unjudged,
-            limit=open_limit(per_version=self.size, max_staleness=self.bound),
-            over_sampling=0,
-            still_needed=10_000_000,
-            engine_room=engine_room(slots=self.slots, under_way=len(self.queue) + len(self.running), group=self.n),
-        ) >= self.n:
-            self.issued += 1
-            group = OpenGroup(
-                group_id=f"g{self.issued:07d}", prompt_id="p0", n_samples=self.n, step=self.progress.active_step
+        while (
+            free_samples(
+                open_samples=self.progress.open_samples,
+                untrained=self.progress.untrained,
+                unjudged=self.progress.unjudged,
+                limit=open_limit(per_version=self.size, max_staleness=self.bound),
+                over_sampling=0,
+                still_needed=10_000_000,
+                engine_room=engine_room(slots=self.slots, under_way=len(self.queue) + len(self.running), group=self.n),
             )
+            >= self.n
+        ):
+            self.issued += 1
+            group = OpenGroup(group_id=f"g{self.issued:07d}", prompt_id="p0", n_samples=self.n, step=self.progress.active_step)
             self.progress.issued(group)
             self.registry[group.group_id] = group
             self.queue += [(group, index) for index in range(self.n)]
@@ -130,9 +131,7 @@ class House:
                 del self.registry[group_id]
         known = () if whole else tuple(half.known.values())
         kept = GroupKept(group_id=group_id, prompt_id="p0", samples=samples, part="" if whole else key, known=known)
-        self.progress.fold(
-            GroupVerdict(group_id=group_id, prompt_id="p0", kept=True, members=() if whole else tuple(indexes))
-        )
+        self.progress.fold(GroupVerdict(group_id=group_id, prompt_id="p0", kept=True, members=() if whole else tuple(indexes)))
         self.table.release(half, indexes, half.basis())
         self.ready[key] = Part.of(kept, came=self.step)
 

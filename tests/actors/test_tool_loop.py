@@ -37,7 +37,12 @@ def call(name: str, **arguments: object) -> str:
 
 
 async def play(
-    chat: Chat, script: Callable[[str], str], *, max_turns: int = 4, tokens: int = 4000, context: int = 0,
+    chat: Chat,
+    script: Callable[[str], str],
+    *,
+    max_turns: int = 4,
+    tokens: int = 4000,
+    context: int = 0,
     tools: tuple[str, ...] = ("calculator",),
 ) -> tuple[Trajectory, ScriptedSession, Counter[str]]:
     counts: Counter[str] = Counter()

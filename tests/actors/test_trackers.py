@@ -263,9 +263,7 @@ def test_trackio_has_both_starts(tmp_path, monkeypatch):
 
 @pytest.fixture
 def place(tmp_path):
-    return Place(
-        run_dir=str(tmp_path), model_dir="", weights_dir="", blob_dir="", stop_token_ids=(), num_rollout=1, fingerprint=""
-    )
+    return Place(run_dir=str(tmp_path), model_dir="", weights_dir="", blob_dir="", stop_token_ids=(), num_rollout=1, fingerprint="")
 
 
 def test_the_settings_name_trackers_and_keep_the_key_to_the_recorder(place):

@@ -46,9 +46,7 @@ async def test_of_an_entry_that_a_checkpoint_holds_in_part_the_rest_is_trained(r
         await closes(bus)
 
 
-async def test_an_entry_inside_a_checkpoint_is_acknowledged_and_booked_when_it_comes(
-    redis_url: str, run_name: str
-) -> None:
+async def test_an_entry_inside_a_checkpoint_is_acknowledged_and_booked_when_it_comes(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name, knobs=WHOLE) as bus, trainer_of(bus) as trainer:
         group = kept(1, 0, 1, 2)
         trainer.intake.adopt((consumed(group),), 1)
@@ -154,9 +152,7 @@ async def test_what_is_given_up_of_a_group_half_trained_waits_for_the_checkpoint
         assert await trainer.train() == ("g1/0", "g1/2", "g2/0")
         await trainer.intake.give_up((("g2", "stale"),), reissue=True)
         [said] = [m for m in await messages(bus, POLICY) if isinstance(m, GroupsGivenUp)]
-        assert (said.prompts, said.samples) == ((), ("g2/1", "g2/2")), (
-            "a prompt that is trained in part is not started again"
-        )
+        assert (said.prompts, said.samples) == ((), ("g2/1", "g2/2")), "a prompt that is trained in part is not started again"
         assert trainer.intake.n_ready == 0 and (await read_accounts(bus)).dropped == {}
         assert sorted(await bus.hash_of(bus.keys.open_groups)) == ["g1+0", "g2"]
         await trainer.intake.acknowledge(0, None)
@@ -183,9 +179,7 @@ async def test_what_two_checkpoints_hold_counts_once(redis_url: str, run_name: s
 
 
 @pytest.mark.parametrize("here_first", [False, True])
-async def test_a_bus_that_went_back_may_cut_a_group_into_other_parts(
-    here_first: bool, redis_url: str, run_name: str
-) -> None:
+async def test_a_bus_that_went_back_may_cut_a_group_into_other_parts(here_first: bool, redis_url: str, run_name: str) -> None:
     """The checkpoint holds samples 0 and 2 as one part; the filter, which knows nothing of it, releases 1 and 2 together and then 0
     alone."""
     async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:

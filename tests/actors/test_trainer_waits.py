@@ -80,9 +80,7 @@ async def test_what_is_under_way_is_waited_for_as_long_as_anything_comes(redis_u
         assert len(waits) == 2, "an entry came in the first wait: it is waited for anew"
 
 
-async def test_a_trainer_that_looks_again_in_vain_says_all_along_what_it_waits_for(
-    redis_url: str, run_name: str
-) -> None:
+async def test_a_trainer_that_looks_again_in_vain_says_all_along_what_it_waits_for(redis_url: str, run_name: str) -> None:
     async with open_bus(redis_url, run_name, knobs=SPLIT) as bus, trainer_of(bus) as trainer:
         said: list[str] = []
 
@@ -110,9 +108,7 @@ async def test_finished_samples_that_wait_past_the_bound_are_told(redis_url: str
         await arrive(bus, kept(2, 0, 1, 2, step=1), kept(3, 0, 1, 2, step=1), turned=3)
         assert await trainer.train() == ("g2/0", "g2/1", "g2/2")
         said = await told(bus, "bound not kept")
-        text = (
-            "step 4: 3 finished samples are on their last turn and not in the batch; their oldest tokens will be masked"
-        )
+        text = "step 4: 3 finished samples are on their last turn and not in the batch; their oldest tokens will be masked"
         assert said == ([] if first else [text])
         assert trainer.context.counters.get("left_behind", 0) == (0 if first else 3)
 
@@ -166,9 +162,7 @@ async def test_only_the_rule_drop_starts_prompts_again(redis_url: str, run_name:
 
 
 async def test_the_checkpoint_before_a_step_acknowledges_nothing_of_it(redis_url: str, run_name: str) -> None:
-    async with open_bus(
-        redis_url, run_name, knobs=SPLIT | {"max_weight_staleness": 0, "staleness_policy": "whole"}
-    ) as bus:
+    async with open_bus(redis_url, run_name, knobs=SPLIT | {"max_weight_staleness": 0, "staleness_policy": "whole"}) as bus:
         async with trainer_of(bus) as trainer:
             await arrive(bus, kept(1, 0, 1, 2))
             await trainer.train()

@@ -13,7 +13,7 @@ from actors.generation.endpoint.server import Endpoint
 from scripts.bench.chat_tokenizer import make_chat
 from tests.actors.agent_house import ScriptedSession, task
 
-TASKSET = '''
+TASKSET = """
 import verifiers.v1 as vf
 
 __all__ = ["Sums"]
@@ -32,7 +32,7 @@ class SumTask(vf.Task[Sum]):
 class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
     def load(self):
         return [SumTask(Sum(prompt=f"{n}+{n}=", total=2 * n), self.config.task) for n in range(3)]
-'''
+"""
 
 
 @pytest.mark.timeout(300)

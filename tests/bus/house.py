@@ -201,9 +201,7 @@ class Consumer:
             moves = ledger.dropped(reason, len(members), tokens)
             commit = Commit(ack=entries, append=(Out(VERDICTS, verdict),), close_groups=(group_id,), ledger=moves)
         else:
-            kept = GroupKept(
-                group_id=group_id, prompt_id="p", samples=tuple(m for m in members if isinstance(m, Scored))
-            )
+            kept = GroupKept(group_id=group_id, prompt_id="p", samples=tuple(m for m in members if isinstance(m, Scored)))
             commit = Commit(ack=entries, append=(Out(GROUPS, kept), Out(VERDICTS, verdict)))
         if await self.commit(commit):
             return reason, True

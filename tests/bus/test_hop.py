@@ -95,9 +95,7 @@ async def test_the_byte_bound_counts_what_the_same_call_appends(redis_url, run_n
         assert await bus.length(PROMPTS) == sum(r is None for r in results)
 
 
-async def test_a_server_out_of_memory_takes_hops_and_refuses_appends_also_in_one_batch(
-    private_redis: EmbeddedRedis, run_name
-):
+async def test_a_server_out_of_memory_takes_hops_and_refuses_appends_also_in_one_batch(private_redis: EmbeddedRedis, run_name):
     async with Bus(BusConfig(url=private_redis.url, run=run_name, deadline_s=5.0)) as bus:
         await publish(bus, 3)
         reader, entries = await read_all(bus, 3)

@@ -114,9 +114,7 @@ def test_a_plan_of_values_that_are_none_is_no_message_of_ours() -> None:
         fold(first, KnobPatch(epoch=1, values={}, planned={"lr": "fast"}, at_step=3))
 
 
-acts = st.lists(
-    st.tuples(st.sampled_from(["plan", "patch", "cancel", "step"]), st.integers(1, 6), st.integers(1, 9)), max_size=12
-)
+acts = st.lists(st.tuples(st.sampled_from(["plan", "patch", "cancel", "step"]), st.integers(1, 6), st.integers(1, 9)), max_size=12)
 
 
 @given(acts)

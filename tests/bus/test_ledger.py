@@ -213,9 +213,7 @@ async def test_dead_letters_evaluation_and_stray_bytes_are_not_pending(bus: Bus)
 
 
 async def test_groups_of_a_lost_bus_may_be_missing_until_they_are_issued_again(bus: Bus) -> None:
-    await bus.commit(
-        Commit(open_groups={"g1": an_open_group("g1", 2)}, ledger=ledger.issued(2), state={"reissue": "pending"})
-    )
+    await bus.commit(Commit(open_groups={"g1": an_open_group("g1", 2)}, ledger=ledger.issued(2), state={"reissue": "pending"}))
     seen = await ledger.check(bus)
     assert seen.closes and seen.missing == ("g1/0", "g1/1") and "issued again" in seen.text()
     await bus.commit(Commit(state={"reissue": "done"}))
@@ -267,9 +265,7 @@ def test_views_add_up_to_their_accounts(made: list[VersionSpan], used: list[Vers
 
 
 def test_rows_by_reason_end_with_what_is_pending() -> None:
-    accounts = accounts_of(
-        {"issued": 9, "trained": 4, "dropped/stale": 2, "tokens/generated": 50, "tokens/dropped/restarted": 7}
-    )
+    accounts = accounts_of({"issued": 9, "trained": 4, "dropped/stale": 2, "tokens/generated": 50, "tokens/dropped/restarted": 7})
     assert accounts.rows("reason") == [
         ("trained", {"samples": 4, "tokens": 0}),
         ("dropped: restarted", {"samples": 0, "tokens": 7}),

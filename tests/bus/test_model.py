@@ -47,9 +47,7 @@ def work_from(rng: Random, n: int) -> list[Work]:
     """`n` pieces of work. Hypothesis draws one seed for many, because drawing each would cost more than doing it."""
     rooms, names = sorted(READS), "ab"
     return [
-        Work(
-            rng.choice(rooms), rng.choice(names), rng.randrange(8), rng.randrange(4), rng.choice(THEN), rng.randrange(2)
-        )
+        Work(rng.choice(rooms), rng.choice(names), rng.randrange(8), rng.randrange(4), rng.choice(THEN), rng.randrange(2))
         for _ in range(n)
     ]
 
@@ -141,9 +139,7 @@ class HouseMachine(RuleBasedStateMachine):
 
     # -- misfortune -------------------------------------------------------------------------------------------------
 
-    @rule(
-        room=ROOM, name=NAME, same_name=st.booleans(), then=st.sampled_from(["", "claim", "claim and wake"]), seed=SEED
-    )
+    @rule(room=ROOM, name=NAME, same_name=st.booleans(), then=st.sampled_from(["", "claim", "claim and wake"]), seed=SEED)
     def die(self, room: str, name: str, same_name: bool, then: str, seed: int) -> None:
         """A process stops. It may only have been paused: it is kept to act later, or wakes at once, when a peer has just
         claimed what it held."""

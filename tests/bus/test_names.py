@@ -183,9 +183,7 @@ async def test_of_another_life_of_the_run_no_name_is_taken(redis_url: str, run_n
             assert await launcher.state("f") == "" and await launcher.names.holder_of("filter") is None
 
 
-async def test_a_name_is_given_back_with_the_last_words_also_where_their_reply_is_lost(
-    redis_url: str, run_name: str
-) -> None:
+async def test_a_name_is_given_back_with_the_last_words_also_where_their_reply_is_lost(redis_url: str, run_name: str) -> None:
     with TemporaryDirectory(prefix="ma-test-") as folder:
         async with LossyProxy(redis_url, Path(folder)) as proxy, process(proxy.url, run_name, "a1") as first:
             await has(first)

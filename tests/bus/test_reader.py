@@ -126,8 +126,6 @@ async def test_logs_that_are_read_together_come_in_the_order_of_their_writing(bu
     for stream, entry_id in ((ACTIVE, "6-0"), (EVENTS, "9-1"), (ACTIVE, "10-0")):
         await say(stream, entry_id)
     assert [e.id for e in await everything.read(0)] == ["5-0", "6-0", "9-1", "10-0"]
-    assert [e.id for e in await news.read(0)] == ["6-0", "9-1", "10-0"], (
-        "what came between the opening and the first read, too"
-    )
+    assert [e.id for e in await news.read(0)] == ["6-0", "9-1", "10-0"], "what came between the opening and the first read, too"
     await everything.close()
     await news.close()

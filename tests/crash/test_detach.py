@@ -79,10 +79,7 @@ def test_a_closed_terminal_ends_the_view_and_a_killed_launcher_the_restarts_and_
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stdout.strip() == "r has stopped. The same miles-async train command resumes it."
     assert not run.processes()
-    assert (
-        not Path(run.dir / "redis.sock").exists()
-        or subprocess.call(["pgrep", "-F", run.dir / "redis" / "redis.pid"]) == 1
-    )
+    assert not Path(run.dir / "redis.sock").exists() or subprocess.call(["pgrep", "-F", run.dir / "redis" / "redis.pid"]) == 1
     assert_ended_run_can_be_asked(run)
     last = recorded(run)[-1]
     assert last == run.saved(), "the recorder is the last to go"

@@ -132,9 +132,7 @@ def test_a_crash_loop_and_a_launcher_that_is_gone_are_named(run: Run) -> None:
             kill()
             until("another process", lambda before=before: times() != before and bool(times()))  # type: ignore[misc]
 
-    found = said(
-        run, "crash loop", after=lambda: again_and_again(lambda: run.kill("reward-0"), lambda: run.pids("reward-0"))
-    )
+    found = said(run, "crash loop", after=lambda: again_and_again(lambda: run.kill("reward-0"), lambda: run.pids("reward-0")))
     assert found.about == "reward-0" and "signal 9" in found.text
 
     assert run.launcher is not None

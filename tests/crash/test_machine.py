@@ -35,9 +35,7 @@ OWN_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size="$0" none /
 
 
 def may_mount() -> bool:
-    return (
-        sys.platform == "linux" and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
-    )
+    return sys.platform == "linux" and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0
 
 
 mounts = pytest.mark.skipif(not may_mount(), reason="no file systems may be mounted here")

@@ -68,9 +68,7 @@ def test_the_only_engine_dies(run_of: Launch) -> None:
     judge(run)
     records = map(read_record, (run.home / "batches").iterdir())
     lengths = {m.rollout.response.n_tokens for record in records for group in record.groups for m in group.samples}
-    assert lengths == {run.setting("rollout", "rollout_max_response_len")}, (
-        "an answer that broke off was taken for a whole one"
-    )
+    assert lengths == {run.setting("rollout", "rollout_max_response_len")}, "an answer that broke off was taken for a whole one"
 
 
 @pytest.mark.slow

@@ -56,9 +56,7 @@ class Target:
 
 
 @contextmanager
-def engine_process(
-    model_dir: Path, *flags: str, warm: Path | None = None
-) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def engine_process(model_dir: Path, *flags: str, warm: Path | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A running embedded engine: its URL and process. Ended (and reaped) on exit. `warm`: see tests/warm."""
     with TemporaryDirectory(prefix="ma-engine-") as folder:
         port_file = Path(folder) / "port"
@@ -122,9 +120,7 @@ SERVED = ["given"] if os.environ.get("MILES_ASYNC_TEST_ENGINE_URL") else FAMILIE
 
 
 @pytest.fixture(scope="session", params=SERVED)
-def booted(
-    request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, Path]], warm: Path | None
-) -> Iterator[Target]:
+def booted(request: pytest.FixtureRequest, models: Callable[[str], tuple[Path, Path]], warm: Path | None) -> Iterator[Target]:
     """One engine for all conformance tests of a family."""
     if request.param == "given":
         url, model_dir = os.environ["MILES_ASYNC_TEST_ENGINE_URL"], Path(os.environ["MILES_ASYNC_TEST_ENGINE_MODEL"])
@@ -186,9 +182,7 @@ class Http:
             return response.status, await _content(response)
 
     async def generate(self, input_ids: list[int], **sampling: Any) -> dict[str, Any]:
-        status, answer = await self.post(
-            "/generate", {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        )
+        status, answer = await self.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True})
         assert status == 200, answer
         return answer
 

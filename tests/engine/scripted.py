@@ -75,17 +75,13 @@ class ScriptedEngine(Engine):
         await self.gate.wait()
         self.version = version
 
-    async def update_weights_from_tensor(
-        self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()
-    ) -> None: ...
+    async def update_weights_from_tensor(self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()) -> None: ...
 
     async def init_weights_update_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
     ) -> None: ...
 
-    async def update_weights_from_distributed(
-        self, tensors: Sequence[TensorMeta], group: str, version: str | None
-    ) -> None: ...
+    async def update_weights_from_distributed(self, tensors: Sequence[TensorMeta], group: str, version: str | None) -> None: ...
 
     async def receive(self, buckets: Sequence[Bucket], group: str, version: str, before: str | None = None) -> bool:
         return False

@@ -110,9 +110,7 @@ async def test_an_agent_whose_sample_leaves_in_mid_turn_ends_with_the_same_token
     prompt, response = unpack_ints(whole.episode.prompt_tokens), unpack_ints(whole.response.tokens)
     mask = list(whole.response.loss_mask)
     assert prompt == chat.render([{"role": "user", "content": "begin"}])
-    assert [t for t, m in zip(response, mask, strict=True) if m] == [
-        made_at(len(prompt) + i) for i, m in enumerate(mask) if m
-    ]
+    assert [t for t, m in zip(response, mask, strict=True) if m] == [made_at(len(prompt) + i) for i, m in enumerate(mask) if m]
     assert mask.count(0) > 0 and "\ufffd" in chat.decode(response), "it was no text, so tokenising it again would show"
 
     cut, left, accounts = await played(redis_url, f"{run_name}-cut", chat, max_tokens_per_slice=5)

@@ -84,9 +84,7 @@ async def test_health_and_info_name_the_model_and_the_version(http: Http, client
     ],
     ids=str,
 )
-async def test_logprobs_are_those_of_transformers_before_any_cut(
-    http: Http, target: Target, sampling: dict[str, Any]
-) -> None:
+async def test_logprobs_are_those_of_transformers_before_any_cut(http: Http, target: Target, sampling: dict[str, Any]) -> None:
     answer = await http.generate(PROMPT, max_new_tokens=60, ignore_eos=True, sampling_seed=4, **sampling)
     expected = target.oracle.logprobs(PROMPT, answer["output_ids"], sampling["temperature"])
     got = [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]]
@@ -148,9 +146,7 @@ async def seeded(http: Http, target: Target) -> None:
 async def test_a_seed_decides_the_answer_whatever_else_runs(http: Http) -> None:
     alone = await http.generate(PROMPT, max_new_tokens=40, ignore_eos=True, sampling_seed=77)
     crowd = [http.generate([i + 2] * (i % 9 + 1), max_new_tokens=10 + i, ignore_eos=True) for i in range(40)]
-    among, *_ = await asyncio.gather(
-        http.generate(PROMPT, max_new_tokens=40, ignore_eos=True, sampling_seed=77), *crowd
-    )
+    among, *_ = await asyncio.gather(http.generate(PROMPT, max_new_tokens=40, ignore_eos=True, sampling_seed=77), *crowd)
     assert among["output_ids"] == alone["output_ids"]
     other = await http.generate(PROMPT, max_new_tokens=40, ignore_eos=True, sampling_seed=78)
     assert other["output_ids"] != alone["output_ids"]

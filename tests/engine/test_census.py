@@ -29,9 +29,7 @@ from tests.engine.workers import PROMPT, TOKENS, at_work, events, half_way, orde
 
 
 def request(rid: str, tokens: int, *, finished: bool = False, retracted: bool = False, chunked: int = 0) -> Any:
-    return SimpleNamespace(
-        rid=rid, output_ids=[1] * tokens, finished=lambda: finished, is_retracted=retracted, is_chunked=chunked
-    )
+    return SimpleNamespace(rid=rid, output_ids=[1] * tokens, finished=lambda: finished, is_retracted=retracted, is_chunked=chunked)
 
 
 def batch(*reqs: Any, extends: bool = False) -> Any:
@@ -113,9 +111,7 @@ def test_chunks_are_cut_at_every_mark_and_nothing_is_lost(sizes: list[int], cuts
         parts = split(Chunk(ids, [float(t) for t in ids], "now", "length" if last else None), seen, marks)
         assert all(part.token_ids for part in parts)
         assert [part.finish for part in parts] == [None] * (len(parts) - 1) + ["length" if last else None]
-        got += [
-            (t, lp, part.weight_version) for part in parts for t, lp in zip(part.token_ids, part.logprobs, strict=True)
-        ]
+        got += [(t, lp, part.weight_version) for part in parts for t, lp in zip(part.token_ids, part.logprobs, strict=True)]
         seen += size
     assert [(t, lp) for t, lp, _ in got] == [(t, float(t)) for t in range(seen)]
     for token, _, version in got:

@@ -53,9 +53,7 @@ async def scripted() -> AsyncIterator[Callable[..., Awaitable[SGLangClient]]]:
     runners: list[web.AppRunner] = []
     clients: list[SGLangClient] = []
 
-    async def serve(
-        script: list[bytes], status: int = 200, seen: list[web.Request | bytes] | None = None
-    ) -> SGLangClient:
+    async def serve(script: list[bytes], status: int = 200, seen: list[web.Request | bytes] | None = None) -> SGLangClient:
         async def generate(http: web.Request) -> web.StreamResponse:
             if seen is not None:
                 seen.extend([http, await http.read()])
@@ -73,9 +71,7 @@ async def scripted() -> AsyncIterator[Callable[..., Awaitable[SGLangClient]]]:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = runner.addresses[0][1]
-        client = SGLangClient(
-            f"http://127.0.0.1:{port}/", request_deadline_s=10, token_deadline_s=5, control_deadline_s=5
-        )
+        client = SGLangClient(f"http://127.0.0.1:{port}/", request_deadline_s=10, token_deadline_s=5, control_deadline_s=5)
         clients.append(client)
         return client
 

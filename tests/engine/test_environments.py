@@ -171,9 +171,7 @@ async def test_an_environment_that_is_lost_is_built_anew_by_the_episodes_own_act
 
 
 @pytest.mark.timeout(90)
-async def test_what_an_environment_starts_reads_no_orders_and_ends_with_it(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_what_an_environment_starts_reads_no_orders_and_ends_with_it(redis_url: str, run_name: str, tmp_path: Path) -> None:
     """`cat` read the pipe of our orders: the step hung, and was late."""
     async with house(redis_url, run_name, "calculator") as (bus, _):
         async with room(bus, tmp_path, environment_timeout_s=10.0):

@@ -128,10 +128,7 @@ def test_a_plain_batch_is_drawn_by_us_from_the_servers_seed(seed: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "asked"),
     [
-        *(
-            ({name: True}, {})
-            for name in ("is_all_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")
-        ),
+        *(({name: True}, {}) for name in ("is_all_greedy", "need_top_p_sampling", "need_top_k_sampling", "need_min_p_sampling")),
         ({"has_custom_logit_processor": True}, {}),
         ({"grammars": [None, "a"]}, {}),
         ({"sampling_seed": torch.arange(2)}, {}),

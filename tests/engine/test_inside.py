@@ -84,9 +84,7 @@ def test_the_sglang_that_our_scripts_install_is_one_that_the_function_was_tested
     assert installed in TESTED
 
 
-async def test_versions_are_received_in_the_engine_and_only_the_first_asks_the_model(
-    engine: Engine, tmp_path: Path
-) -> None:
+async def test_versions_are_received_in_the_engine_and_only_the_first_asks_the_model(engine: Engine, tmp_path: Path) -> None:
     client, url = engine
     sender = NcclSender({"w": 1}, name="g", backend="gloo", deadline_s=20.0, buffers=FlatBuffers())
     for seed in (1, 2, 3):
@@ -220,9 +218,7 @@ async def test_after_a_lost_answer_to_receive_the_weights_are_damaged(engine: En
 async def test_tokens_are_drawn_by_us_in_an_engine_of_one_gpu_alone(
     peer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, sampler: str, said: str
 ) -> None:
-    client = SGLangClient(
-        peer, request_deadline_s=20, token_deadline_s=20, control_deadline_s=20, inside=tmp_path, draws=True
-    )
+    client = SGLangClient(peer, request_deadline_s=20, token_deadline_s=20, control_deadline_s=20, inside=tmp_path, draws=True)
     try:
         await client.info()
         assert (await state(peer))["sampler"] == sampler

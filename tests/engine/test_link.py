@@ -89,9 +89,7 @@ async def test_while_weights_load_nothing_is_served_and_no_request_is_sent(redis
             while link.state is not State.LOADING or len(engine.loads) < number:  # noqa: ASYNC110 - the test looks again
                 await asyncio.sleep(0)
             assert link.serving is None and not await is_open(link)
-            assert link.salt == ("" if number == 1 else "1"), (
-                "keys and values of the old weights are not shared with the new"
-            )
+            assert link.salt == ("" if number == 1 else "1"), "keys and values of the old weights are not shared with the new"
             engine.gate.set()
             await loading
             assert (link.state, link.serving, link.salt) == (
@@ -173,11 +171,7 @@ async def test_the_failure_of_an_engine_that_was_replaced_changes_nothing(redis_
         await link.fail(EngineUnavailable("late news"), of=Loads())
         assert link.serving is not None and not link.absent and engine.closed == 0
         await link.fail(EngineUnavailable("it is gone"), of=engine)
-        assert (
-            (link.state, link.serving, context.version) == (State.BROKEN, None, -1)
-            and link.absent
-            and engine.closed == 1
-        )
+        assert (link.state, link.serving, context.version) == (State.BROKEN, None, -1) and link.absent and engine.closed == 1
         assert await is_open(link), "who waits for it looks again, and finds it broken"
         await link.fail(EngineUnavailable("once more"))
         await link.boot()
@@ -189,9 +183,7 @@ async def test_the_failure_of_an_engine_that_was_replaced_changes_nothing(redis_
     assert [e.text for e in events if e.kind == "engine stalled"] == ["it is gone"]
 
 
-async def test_no_lease_without_a_version_during_an_order_or_on_an_engine_that_is_gone(
-    redis_url: str, run_name: str
-) -> None:
+async def test_no_lease_without_a_version_during_an_order_or_on_an_engine_that_is_gone(redis_url: str, run_name: str) -> None:
     engine = Loads()
     async with open_bus(redis_url, run_name) as bus, workers(bus, [engine]) as ([worker], [context]):
         leases, link, slots = worker._leases, worker._link, 8

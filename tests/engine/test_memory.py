@@ -69,9 +69,7 @@ async def test_memory_is_kept_while_requests_are_at_work(client: SGLangClient, t
 
 
 @pytest.mark.usefixtures("saver")
-async def test_a_request_that_was_cut_off_goes_on_after_the_memory_is_back(
-    client: SGLangClient, target: Target
-) -> None:
+async def test_a_request_that_was_cut_off_goes_on_after_the_memory_is_back(client: SGLangClient, target: Target) -> None:
     stream = client.generate(long_request())
     first = await anext(stream)
     await client.pause("abort")
@@ -90,9 +88,7 @@ async def test_a_request_that_was_cut_off_goes_on_after_the_memory_is_back(
 
 
 @pytest.mark.usefixtures("saver")
-async def test_new_weights_come_between_the_return_of_weights_and_of_keys(
-    http: Http, client: SGLangClient, target: Target
-) -> None:
+async def test_new_weights_come_between_the_return_of_weights_and_of_keys(http: Http, client: SGLangClient, target: Target) -> None:
     await client.pause("abort")
     await client.release_memory()
     if target.embedded:  # SGLang would write into memory that is not there

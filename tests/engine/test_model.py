@@ -19,8 +19,10 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("qwen3", {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 4}),
     ("qwen2", {}),
-    ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1],
-                   "norm_topk_prob": True}),
+    (
+        "qwen3_moe",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
     ("llama", {"num_key_value_heads": 1}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
 ]

@@ -44,8 +44,7 @@ async def test_an_engine_tells_how_full_it_is(http: Http, client: SGLangClient, 
     idle = await client.load()
     assert (idle.running, idle.waiting) == (0, 0) and idle.max_running
     streams = [
-        client.generate(GenerateRequest(rid=f"s{i}", input_ids=[2, 3], max_new_tokens=1500, ignore_eos=True))
-        for i in range(2)
+        client.generate(GenerateRequest(rid=f"s{i}", input_ids=[2, 3], max_new_tokens=1500, ignore_eos=True)) for i in range(2)
     ]
     for stream in streams:
         await anext(stream)

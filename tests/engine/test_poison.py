@@ -41,9 +41,7 @@ async def serving(redis_url: str, run_name: str, *names: str) -> AsyncIterator[t
 
         async with workers(bus, [ScriptedEngine()]):
             yield bus, begin
-            assert await bus.length(PROMPTS) == await bus.length(PREFIXES) == 0, (
-                "nothing is left to be taken again and again"
-            )
+            assert await bus.length(PROMPTS) == await bus.length(PREFIXES) == 0, "nothing is left to be taken again and again"
 
 
 def lost(rollouts: list[Any]) -> set[str]:

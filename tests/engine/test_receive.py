@@ -109,9 +109,7 @@ async def test_a_version_from_shared_memory(pair: tuple[SGLangClient, Path, Path
     sender.close()
 
 
-async def test_what_does_not_fit_is_refused_and_changes_nothing(
-    pair: tuple[SGLangClient, Path, Path], tmp_path: Path
-) -> None:
+async def test_what_does_not_fit_is_refused_and_changes_nothing(pair: tuple[SGLangClient, Path, Path], tmp_path: Path) -> None:
     client, first, second = pair
     await client.pause("retract")
     tensors = weights(second)

@@ -278,5 +278,3 @@ async def test_killed_in_the_middle_of_the_function_nothing_is_lost_and_nothing_
             found = await done(bus, *ALL)
         accounts = await ledger.read_accounts(bus)
     assert all(map(agrees, found.values())) and accounts.tokens_generated == 20
-
-

@@ -109,18 +109,14 @@ def agrees(rollout: Any) -> bool:
     return rollout.n_made == sum(mask)
 
 
-async def test_a_tool_episode_has_the_models_tokens_with_gradient_and_the_tools_without(
-    redis_url: str, run_name: str
-) -> None:
+async def test_a_tool_episode_has_the_models_tokens_with_gradient_and_the_tools_without(redis_url: str, run_name: str) -> None:
     rollout, accounts, _ = await played(redis_url, run_name, "calculator")
     assert agrees(rollout) and rollout.episode.turns == 3 and rollout.finish == "stop"
     assert accounts.tokens_generated == rollout.n_made and not accounts.tokens_dropped
     assert len(ASKED) == 2
 
 
-async def test_a_text_ends_the_answer_with_the_token_that_completes_it(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_a_text_ends_the_answer_with_the_token_that_completes_it(redis_url: str, run_name: str, tmp_path: Path) -> None:
     """--rollout-stop. The engine knows nothing of it; what came behind in the same chunk is counted."""
     decode = make_chat(tmp_path).decode
     async with open_bus(redis_url, run_name, groups=("g",), knobs={"partial_save_tokens": 2}) as bus:
@@ -252,9 +248,7 @@ async def test_a_slice_ends_in_mid_episode_and_the_rest_follows(redis_url: str, 
                     if entry.id not in STATE.setdefault("moved", set()):
                         STATE["moved"].add(entry.id)
                         assert parked.reason == "slice"
-                        await put(
-                            bus, PREFIXES, PrefixResume(task=parked.task, response=parked.response, journal=parked.journal)
-                        )
+                        await put(bus, PREFIXES, PrefixResume(task=parked.task, response=parked.response, journal=parked.journal))
                 return await bus.length(ROLLOUTS) > 0
 
             await until(moved)
@@ -335,9 +329,7 @@ async def test_a_generate_function_written_for_miles_is_a_program(redis_url: str
 
 
 @pytest.mark.parametrize(("program", "says"), [("broken", "KeyError"), ("invented", "that no call of this session made")])
-async def test_a_program_that_fails_for_every_sample_ends_the_run(
-    redis_url: str, run_name: str, program: str, says: str
-) -> None:
+async def test_a_program_that_fails_for_every_sample_ends_the_run(redis_url: str, run_name: str, program: str, says: str) -> None:
     ended: list[BaseException] = []
 
     async def body(context: Context, spec: GenerationSpec) -> None:

@@ -243,9 +243,7 @@ async def _out(engine: RoutedEngine) -> bool:
     return not engine.leaving
 
 
-async def test_a_router_that_never_lets_an_engine_go_is_told_of_once(
-    engines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_router_that_never_lets_an_engine_go_is_told_of_once(engines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_module, "LEAVES_S", 0.0)
     monkeypatch.setattr(routed_module, "RENEW_S", 0.0)
     engine = RoutedEngine(engines[1], f"http://127.0.0.1:{free_port()}", **DEADLINES)
@@ -336,9 +334,7 @@ async def test_an_engine_is_out_while_it_is_aside_for_the_trainer(
     await client.close()
 
 
-async def test_a_drained_worker_takes_its_engine_out(
-    router: RealRouter, routed: list[RoutedEngine], engines: list[str]
-) -> None:
+async def test_a_drained_worker_takes_its_engine_out(router: RealRouter, routed: list[RoutedEngine], engines: list[str]) -> None:
     client = RouterClient(router.url, deadline_s=10.0)
     await routed[1].leave()
     await until_async(lambda: _listed(client, {engines[0]}), "the engine is out")

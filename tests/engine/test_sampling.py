@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from actors.generation.engines.embedded.sampling import ALL_TOKENS, sample, uniforms
 
 
-def draw(
-    logits: torch.Tensor, seeds: np.ndarray, *, position: int = 0, k: int = ALL_TOKENS, p: float = 1.0
-) -> list[int]:
+def draw(logits: torch.Tensor, seeds: np.ndarray, *, position: int = 0, k: int = ALL_TOKENS, p: float = 1.0) -> list[int]:
     n = logits.shape[0]
     cut = list(range(n)) if k < ALL_TOKENS or p < 1 else []
     positions = np.full(n, position, np.int64)

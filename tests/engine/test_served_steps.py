@@ -172,9 +172,7 @@ def prefix(name: str, made_by: int, step: int = 0) -> PrefixResume:
     return PrefixResume(task=sample(name, step), response=response)
 
 
-async def test_a_task_is_left_to_the_peer_that_has_its_version(
-    redis_url: str, run_name: str
-) -> None:
+async def test_a_task_is_left_to_the_peer_that_has_its_version(redis_url: str, run_name: str) -> None:
     async with two(redis_url, run_name) as (bus, engines, (ahead, behind)):
         await stops(bus, ahead, engines[0], 2)
         await put(bus, ACTIVE, active(2, w1=1))
@@ -269,9 +267,7 @@ async def test_after_a_restore_a_task_of_the_lost_future_begins_under_the_newest
         assert {s for r in rollouts for s in r.response.spans} == {VersionSpan(9, 4, 8)}, "none by the lost future"
 
 
-async def test_a_task_that_is_faster_than_the_news_of_its_version_makes_the_worker_look(
-    redis_url: str, run_name: str
-) -> None:
+async def test_a_task_that_is_faster_than_the_news_of_its_version_makes_the_worker_look(redis_url: str, run_name: str) -> None:
     """It would be taken for one of a lost future else: nobody follows the log here."""
     found: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 

@@ -39,9 +39,7 @@ async def released(bus: Bus, turn: int) -> bool:
 
 
 @asynccontextmanager
-async def sharing(
-    redis_url: str, run_name: str, model: Path, run_dir: Path, **fields: Any
-) -> AsyncIterator[tuple[Bus, Worker]]:
+async def sharing(redis_url: str, run_name: str, model: Path, run_dir: Path, **fields: Any) -> AsyncIterator[tuple[Bus, Worker]]:
     """A worker that gives everything back, after the trainer's first turn, with version 1 of `model`."""
     spec = GenerationSpec(model_path=str(model), gives_back=TAGS, **fields)
     async with at_work(redis_url, run_name, spec, run_dir=str(run_dir)) as (bus, worker):

@@ -12,9 +12,7 @@ PAYLOADS = st.lists(st.binary(max_size=30).filter(lambda b: not set(b) & set(b"\
 
 
 @given(PAYLOADS, st.sampled_from([b"\n", b"\r\n"]), st.data())
-def test_payloads_come_out_whole_however_the_stream_is_cut(
-    payloads: list[bytes], end: bytes, data: st.DataObject
-) -> None:
+def test_payloads_come_out_whole_however_the_stream_is_cut(payloads: list[bytes], end: bytes, data: st.DataObject) -> None:
     stream = b"".join(b"data: " + payload + end + end for payload in payloads)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
     parser = SseParser()

@@ -16,9 +16,7 @@ PROMPT, RESPONSE = [5, 9, 33, 2, 17], [8, 40, 1, 3]
 
 
 def rollout(response: list[int], sample_id: str = "g1/0") -> RolloutDone:
-    task = SampleTask(
-        sample_id=sample_id, group_id="g1", index=0, n_samples=1, prompt_id="p", prompt_tokens=pack_ints(PROMPT)
-    )
+    task = SampleTask(sample_id=sample_id, group_id="g1", index=0, n_samples=1, prompt_id="p", prompt_tokens=pack_ints(PROMPT))
     return RolloutDone(task=task, response=Response(tokens=pack_ints(response)), finish="stop")
 
 
@@ -71,9 +69,7 @@ async def test_the_teacher_gives_one_number_for_each_token_of_the_response(targe
         bare = msgspec.structs.replace(bare, task=msgspec.structs.replace(bare.task, prompt_tokens=pack_ints([])))
         found = unpack_floats(await teacher.logprobs(bare, 30.0))
         assert found[0] == 0.0
-        assert found[1:] == pytest.approx(
-            target.oracle.logprobs(RESPONSE[:1], RESPONSE[1:]), abs=target.logprob_tolerance
-        )
+        assert found[1:] == pytest.approx(target.oracle.logprobs(RESPONSE[:1], RESPONSE[1:]), abs=target.logprob_tolerance)
 
 
 async def test_a_teacher_that_is_away_may_be_asked_again() -> None:

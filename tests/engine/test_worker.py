@@ -61,9 +61,7 @@ async def test_an_update_in_mid_sample_has_an_exact_boundary(
         old = response.spans[0].n
         tokens = np.frombuffer(response.tokens, np.int32).tolist()
         logprobs = np.frombuffer(response.logprobs, np.float32)
-        expected = Oracle(first).logprobs(PROMPT, tokens[:old]) + Oracle(second).logprobs(
-            PROMPT + tokens[:old], tokens[old:]
-        )
+        expected = Oracle(first).logprobs(PROMPT, tokens[:old]) + Oracle(second).logprobs(PROMPT + tokens[:old], tokens[old:])
         assert np.abs(logprobs - np.array(expected)).max() < 1e-3
         assert len(tokens) == TOKENS
 

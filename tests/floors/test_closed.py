@@ -47,9 +47,7 @@ def test_what_is_declared_is_used(kind: type[StrEnum]) -> None:
 @each(lambda: [path for path in sources(*PACKAGES) if path.as_posix() not in CLOSED.values()])
 def test_no_file_spells_an_account_of_drops_or_an_event_by_itself(path: Path) -> None:
     spelled = SPELLED.findall((ROOT / path).read_text(encoding="utf-8"))
-    if (
-        path.parent.as_posix() == "miles_async/console/doctor"
-    ):  # whose rules have names of their own, some of them those of events
+    if path.parent.as_posix() == "miles_async/console/doctor":  # whose rules have names of their own, some of them those of events
         spelled = [word for word in spelled if word not in get_args(Rule)]
     assert not spelled, f"{spelled}: name the member of DropReason or EventKind"
 
@@ -63,12 +61,7 @@ def test_an_event_has_a_level_that_its_kind_may_have(path: Path) -> None:
             continue
         kind = EventKind[ast.unparse(node.args[0]).removeprefix("EventKind.")]
         given = [keyword.value for keyword in node.keywords if keyword.arg == "level"]
-        said = {
-            c.value
-            for value in given
-            for c in ast.walk(value)
-            if isinstance(c, ast.Constant) and isinstance(c.value, str)
-        }
+        said = {c.value for value in given for c in ast.walk(value) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
         assert said <= set(kind.levels), f"line {node.lineno}: {said} of {kind.levels}"
 
 
@@ -104,9 +97,7 @@ def reasons_table() -> str:
 
 
 def events_table() -> str:
-    rows = [
-        f"| `{e.shown}` | {', '.join(e.levels)} | {sentence(e.meaning)} | {sentence(e.remedy)} |" for e in EventKind
-    ]
+    rows = [f"| `{e.shown}` | {', '.join(e.levels)} | {sentence(e.meaning)} | {sentence(e.remedy)} |" for e in EventKind]
     return "\n".join(["| event | level | meaning | remedy |", "|---|---|---|---|", *rows])
 
 
@@ -161,9 +152,7 @@ table = accounts_of(dropped(reason, 2, 2)).rows("reason")
 print(table[1], meaning(reason))
 """
 
-WRITTEN = (
-    "from tests.floors.test_closed import *; test_a_table_of_the_documentation_is_what_is_declared('drop reasons')"
-)
+WRITTEN = "from tests.floors.test_closed import *; test_a_table_of_the_documentation_is_what_is_declared('drop reasons')"
 
 
 def test_a_new_drop_reason_takes_a_declaration_a_line_that_gives_it_and_a_made_row(tmp_path: Path) -> None:
@@ -183,9 +172,9 @@ def test_a_new_drop_reason_takes_a_declaration_a_line_that_gives_it_and_a_made_r
         )
 
     tried = python("-c", TRIED)
-    assert (
-        tried.stdout == "('dropped: too_short', {'samples': 2, 'tokens': 2}) a response has fewer than three tokens\n"
-    ), tried.stderr
+    assert tried.stdout == "('dropped: too_short', {'samples': 2, 'tokens': 2}) a response has fewer than three tokens\n", (
+        tried.stderr
+    )
     rows = python("-c", WRITTEN, UPDATE_DOCS="1")
     assert rows.returncode == 0, rows.stderr
     glossary = (tmp_path / "docs" / "glossary.md").read_text()

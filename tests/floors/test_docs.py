@@ -79,12 +79,8 @@ def test_every_page_leads_to_the_glossary(page: Path) -> None:
 
 
 def test_each_term_is_defined_once() -> None:
-    rows = [
-        row for row in ROW.findall(text_of(Path("docs/glossary.md"))) if row.strip(" -") not in ("", "term", "reason")
-    ]
-    terms = Counter(
-        term.strip() for row in rows for term in re.sub(r"\([^)]*\)", "", row).split(",")
-    )
+    rows = [row for row in ROW.findall(text_of(Path("docs/glossary.md"))) if row.strip(" -") not in ("", "term", "reason")]
+    terms = Counter(term.strip() for row in rows for term in re.sub(r"\([^)]*\)", "", row).split(","))
     assert len(terms) > 80
     assert {term: n for term, n in terms.items() if n > 1} == {}
 

@@ -113,9 +113,7 @@ def test_a_room_writes_only_its_own_streams(path: Path) -> None:
     room = path.parts[1]
     for name in streams_written(path):
         if (room, name) not in ALSO_WRITES:
-            assert BY_NAME[name].writer in (room, "all"), (
-                f"{path} writes {name}, which belongs to {BY_NAME[name].writer}"
-            )
+            assert BY_NAME[name].writer in (room, "all"), f"{path} writes {name}, which belongs to {BY_NAME[name].writer}"
 
 
 def test_every_stream_of_a_room_is_written_in_that_room() -> None:

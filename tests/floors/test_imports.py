@@ -109,9 +109,7 @@ def test_above_the_ground_floor_nobody_speaks_redis(path: Path) -> None:
 def test_messages_touch_no_clock_no_chance_and_no_machine(path: Path) -> None:
     for found in imports(path):
         assert package(found.target) not in IMPURE - {"sys"}, where(path, found)
-        assert found.target.startswith(("bus.messages", "bus.errors")) or package(found.target) != "bus", where(
-            path, found
-        )
+        assert found.target.startswith(("bus.messages", "bus.errors")) or package(found.target) != "bus", where(path, found)
 
 
 @each(lambda: [p for p in FILES if is_pure(p)])
@@ -139,9 +137,7 @@ def test_the_objective_knows_tensors_and_nothing_of_the_house(path: Path) -> Non
     for found in imports(path):
         assert package(found.target) not in IMPURE - {"sys"}, where(path, found)
         assert package(found.target) != "bus" or found.target.startswith("bus.messages"), where(path, found)
-        assert not found.target.startswith("actors.") or found.target.startswith("actors.trainer.objective"), where(
-            path, found
-        )
+        assert not found.target.startswith("actors.") or found.target.startswith("actors.trainer.objective"), where(path, found)
 
 
 @each(lambda: [p for p in FILES if p.parts[:2] == ("actors", "trainer")])
@@ -158,9 +154,7 @@ def test_what_training_libraries_share_knows_none_of_them(path: Path) -> None:
 @each(lambda: [p for p in FILES if p.name == "actor.py"])
 def test_the_loop_of_a_room_does_not_know_its_libraries(path: Path) -> None:
     for found in imports(path):
-        assert package(found.target) not in ("torch", "transformers", "aiohttp", "httpx", "safetensors", *HEAVY), where(
-            path, found
-        )
+        assert package(found.target) not in ("torch", "transformers", "aiohttp", "httpx", "safetensors", *HEAVY), where(path, found)
 
 
 @each(lambda: FILES)
@@ -176,8 +170,7 @@ def test_heavy_libraries_are_imported_only_where_asked_for(path: Path) -> None:
             if package(found.target) in PACKAGES and last.split("_")[0] == library:
                 adapter = (ROOT / f"{found.target.replace('.', '/')}.py").is_file()
                 needs = adapter and any(
-                    package(i.target) == library and i.top
-                    for i in imports(Path(f"{found.target.replace('.', '/')}.py"))
+                    package(i.target) == library and i.top for i in imports(Path(f"{found.target.replace('.', '/')}.py"))
                 )
                 assert named_after or not needs, f"{where(path, found)} at module level"
 
@@ -195,9 +188,7 @@ def test_settings_need_nothing_heavy(path: Path) -> None:
 def imported_with_hidden(statement: str, *hidden: str) -> subprocess.CompletedProcess[str]:
     """Run an import in a fresh interpreter in which some packages do not exist."""
     code = f"import sys\nfor name in {hidden!r}: sys.modules[name] = None\n{statement}"
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
 
 
 @pytest.mark.parametrize(

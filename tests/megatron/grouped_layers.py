@@ -41,9 +41,7 @@ class GroupedLinear(nn.Module):
         parts = [rows @ getattr(self, f"weight{e}").T for e, rows in enumerate(x.split(counts))]
         return torch.cat(parts), None
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
         """The first expert's extra state bears the plain name, the others' a number behind it, as weights do."""
         first, total = self.groups.ep.rank() * self.n, self.groups.ep.size() * self.n
         found: dict[str, Any] = {}

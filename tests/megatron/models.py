@@ -40,8 +40,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                        "intermediate_size": 24, "rotary_dim": 8}),
 }  # fmt: skip
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "moonlight": ("DeepseekV3Config", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
-                                       "routed_scaling_factor": 2.446}),
+    "moonlight": (
+        "DeepseekV3Config",
+        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446},
+    ),
 }
 """Models of another name in a family."""
 

@@ -45,9 +45,7 @@ class _OnGpu(TorchFunctionMode):
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return not getattr(args[0], "on_host", False)
         made = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
-        hosted = func in (torch.Tensor.cpu, torch.Tensor.pin_memory) or getattr(
-            args[0] if args else None, "on_host", False
-        )
+        hosted = func in (torch.Tensor.cpu, torch.Tensor.pin_memory) or getattr(args[0] if args else None, "on_host", False)
         if hosted and isinstance(made, torch.Tensor):
             vars(made)["on_host"] = True
         return made
@@ -72,9 +70,7 @@ def _pretend() -> None:
 def core_of(path: str, **settings: Any) -> MegatronCore:
     """With the optimizer's state on the host; in a process of its own."""
     _pretend()
-    core = MegatronCore(
-        config_of(path, model_dtype="bfloat16", **settings), Ranks(dist.get_rank(), dist.get_world_size())
-    )
+    core = MegatronCore(config_of(path, model_dtype="bfloat16", **settings), Ranks(dist.get_rank(), dist.get_world_size()))
     with on_device():
         core.update = Update(replace(core.model.optimizer_config, **FIELDS), core.model.chunks)
     inner = core.update.optimizer.chained_optimizers[0].optimizer

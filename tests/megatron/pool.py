@@ -18,9 +18,7 @@ LOADED = ["tests.megatron.loaded"]
 DEADLINE_S = 240.0  # the first job waits until the libraries are loaded: half a minute on a busy host
 
 
-def _live(
-    pipe: Any, rank: int, function: Callable[..., Any], n: int, store: str, compiled: bool, args: tuple[Any, ...]
-) -> None:
+def _live(pipe: Any, rank: int, function: Callable[..., Any], n: int, store: str, compiled: bool, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     if not compiled:
         torch.compiler.set_stance("force_eager")

@@ -27,9 +27,7 @@ def test_a_model_comes_back_bit_by_bit(family: str, tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.count("complete: ") == 2
     want, got = tensors(made), tensors(back)
     assert got.keys() == want.keys()
-    assert [
-        name for name in want if not torch.equal(got[name], want[name]) or got[name].dtype != want[name].dtype
-    ] == []
+    assert [name for name in want if not torch.equal(got[name], want[name]) or got[name].dtype != want[name].dtype] == []
     for name in ("config.json", "tokenizer.json"):
         assert (back / name).read_bytes() == (made / name).read_bytes()
 
@@ -42,9 +40,7 @@ def widened(directory: Path, what: str) -> None:
     save_file(wide, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_what_can_not_be_converted_is_one_line_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_can_not_be_converted_is_one_line_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made, target = tmp_path / "made", tmp_path / "target"
     make("qwen2", made)
     capsys.readouterr()

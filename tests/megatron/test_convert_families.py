@@ -29,9 +29,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-def test_a_model_is_transformers_model_and_its_weights_come_back_bit_by_bit(
-    family: str, tmp_path: Path, alone: None
-) -> None:
+def test_a_model_is_transformers_model_and_its_weights_come_back_bit_by_bit(family: str, tmp_path: Path, alone: None) -> None:
     theirs = make(family, tmp_path)
     arch = read(tmp_path)
     [ours] = model.build(arch, RankLayout(), dtype=torch.float32)
@@ -87,9 +85,7 @@ def test_a_directory_of_other_weights_than_its_config_is_refused_before_any_is_r
     make("qwen2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     arch = describe({**config, "num_hidden_layers": 5})
-    with pytest.raises(
-        Refused, match=r"5 layers, but the directory lacks 12 tensors of it \(model.layers.4.*different models"
-    ):
+    with pytest.raises(Refused, match=r"5 layers, but the directory lacks 12 tensors of it \(model.layers.4.*different models"):
         index(tmp_path, arch)
     with pytest.raises(Refused, match=r"has 12 others \(lm_head.weight|has 12 others \(model.layers.3"):
         index(tmp_path, describe({**config, "num_hidden_layers": 3}))
@@ -112,9 +108,7 @@ def test_a_tensor_of_another_width_is_refused(tmp_path: Path, alone: None) -> No
     wrong["model.layers.2.mlp.down_proj.weight"] = torch.zeros(64, 100)
     save_file(wrong, tmp_path / "model.safetensors")
     arch = read(tmp_path)
-    with pytest.raises(
-        Refused, match=r"model.layers.2.mlp.down_proj.weight make a part of shape \[64, 100\].*has \[64, 112\]"
-    ):
+    with pytest.raises(Refused, match=r"model.layers.2.mlp.down_proj.weight make a part of shape \[64, 100\].*has \[64, 112\]"):
         weights.load_hf(model.build(arch, RankLayout(), dtype=torch.float32), arch, tmp_path)
 
 

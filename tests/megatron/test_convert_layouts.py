@@ -106,9 +106,7 @@ def same(results: list[tuple[set[str], list[str]]], model: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("layout", "from_checkpoint"), [("tp2_pp2", True), ("dp4", True), ("pp2_vpp2", True), ("pp2_vpp2", False)]
-)
+@pytest.mark.parametrize(("layout", "from_checkpoint"), [("tp2_pp2", True), ("dp4", True), ("pp2_vpp2", True), ("pp2_vpp2", False)])
 def test_weights_are_bit_equal_on_every_layout(
     layout: str, from_checkpoint: bool, family: str, models: Path, saved: Path, pool: Pool
 ) -> None:
@@ -205,9 +203,7 @@ def test_a_stage_that_sends_holds_one_bucket_not_two(pool: Pool) -> None:
     assert most <= 5.2 * matrix, "a bucket, and the matrix that came last"
 
 
-def test_a_checkpoint_that_is_not_whole_or_of_another_model_is_refused(
-    models: Path, saved: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_not_whole_or_of_another_model_is_refused(models: Path, saved: Path, tmp_path: Path) -> None:
     arch = read(models / "glm4")
     check(saved / "glm4", arch)
     with pytest.raises(Refused, match=r"another architecture than glm4 with 4 layers: .*with .*k_layernorm"):

@@ -37,14 +37,12 @@ GLM4_9B = ModelShape(heads=32, groups=2, layers=40, ffn=13696)
         (
             RankLayout(8, pp=2, vpp=3),
             GLM4_9B,
-            "virtual_pipeline_model_parallel_size=3: 20 layers of a stage can't be cut into 3 equal parts; "
-            "nearest: 2 or 4",
+            "virtual_pipeline_model_parallel_size=3: 20 layers of a stage can't be cut into 3 equal parts; nearest: 2 or 4",
         ),
         (
             RankLayout(8, vpp=2),
             GLM4_9B,
-            "virtual_pipeline_model_parallel_size=2: chunks need a pipeline; use 1, or "
-            "pipeline_model_parallel_size of 2 or more",
+            "virtual_pipeline_model_parallel_size=2: chunks need a pipeline; use 1, or pipeline_model_parallel_size of 2 or more",
         ),
         (RankLayout(8, ep=2), GLM4_9B, "expert_model_parallel_size=2: the model has no experts; use 1"),
         (
@@ -92,9 +90,7 @@ def test_an_accepted_layout_divides_all_and_a_suggestion_removes_its_refusal(lay
         assert layout.tp * layout.pp * layout.cp * layout.dp == layout.world
         assert not (shape.heads % layout.tp or shape.groups % layout.tp or shape.ffn % layout.tp)
         assert not shape.layers % (layout.pp * layout.vpp)
-        assert not shape.experts or not (
-            shape.experts % layout.ep or layout.world // layout.pp % (layout.ep * layout.expert_tp)
-        )
+        assert not shape.experts or not (shape.experts % layout.ep or layout.world // layout.pp % (layout.ep * layout.expert_tp))
     fields = {
         "tensor_model": "tp",
         "pipeline_model": "pp",
@@ -107,13 +103,10 @@ def test_an_accepted_layout_divides_all_and_a_suggestion_removes_its_refusal(lay
         for choice in found.groups()[1:] if found and found[1] in fields else ():
             if choice:
                 sizes = {
-                    name: getattr(layout, name)
-                    for name in ("world", "tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel")
+                    name: getattr(layout, name) for name in ("world", "tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel")
                 }
                 again = refusals(RankLayout(**{**sizes, fields[found[1]]: int(choice)}), shape)
-                assert not any(
-                    other.startswith(f"{found[1]}_parallel_size={choice}: ") and "nearest" in other for other in again
-                )
+                assert not any(other.startswith(f"{found[1]}_parallel_size={choice}: ") and "nearest" in other for other in again)
 
 
 def test_sequence_parallel_with_one_rank_has_no_effect() -> None:

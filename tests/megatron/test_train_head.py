@@ -59,9 +59,7 @@ def test_gradients_of_one_rank_are_true(chunk: int, entropy_gradient: bool) -> N
     warm = torch.linspace(0.5, 2.0, ROWS, dtype=torch.float64)
 
     def head(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out = vocab_parallel_head(
-            h, w, targets, warm, vocab=VOCAB, entropy_gradient=entropy_gradient, chunk_elements=chunk
-        )
+        out = vocab_parallel_head(h, w, targets, warm, vocab=VOCAB, entropy_gradient=entropy_gradient, chunk_elements=chunk)
         return out if entropy_gradient else out[:1]
 
     assert torch.autograd.gradcheck(head, (hidden.requires_grad_(), weight.requires_grad_()))

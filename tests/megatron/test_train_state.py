@@ -47,9 +47,7 @@ def saved(backend: RankedBackend, directory: Path) -> RankedCheckpoint:
     return checkpoint
 
 
-def test_a_resumed_run_goes_on_to_the_last_bit(
-    backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_to_the_last_bit(backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path) -> None:
     """Four steps are two, saved, loaded in a new backend, and two more; a damaged copy is refused and changes nothing."""
     settings = {"lr": 1e-3, "adam_eps": 1e-8}
     backend.setup(config_of(model_dirs["tied"], **settings))
@@ -127,9 +125,7 @@ def test_a_checkpoint_is_taken_up_without_its_optimizer(
         backend.load(tmp_path / "slim")
 
 
-def test_a_version_is_the_model_and_memory_comes_back(
-    backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_version_is_the_model_and_memory_comes_back(backend: RankedBackend, model_dirs: dict[str, str], tmp_path: Path) -> None:
     backend.setup(config_of(model_dirs["apart"], offload_train_target="disk", offload_dir=str(tmp_path)))
     steps(backend, 0)
     before = backend.weights_hash()

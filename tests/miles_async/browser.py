@@ -80,9 +80,7 @@ class Visitor:
 
     def sees(self, css: str, text: str) -> None:
         def there(_: Any) -> bool:
-            return text in self.driver.execute_script(
-                "return document.querySelector(arguments[0])?.textContent ?? ''", css
-            )
+            return text in self.driver.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", css)
 
         WebDriverWait(self.driver, 20, 0.1).until(there, f"{text!r} in {css}")
 

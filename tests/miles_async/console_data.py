@@ -151,9 +151,7 @@ class Story:
 
     async def issue(self, *groups: str, n_samples: int = 2) -> None:
         """Groups begin."""
-        opened = {
-            g: msgspec.msgpack.encode(OpenGroup(group_id=g, prompt_id=f"p-{g}", n_samples=n_samples)) for g in groups
-        }
+        opened = {g: msgspec.msgpack.encode(OpenGroup(group_id=g, prompt_id=f"p-{g}", n_samples=n_samples)) for g in groups}
         outs = [Out(PROMPTS, task(f"{g}/{i}", n_samples)) for g in groups for i in range(n_samples)]
         await self.bus.commit(Commit(append=outs, open_groups=opened, ledger=issued(len(outs))))
 

@@ -21,9 +21,7 @@ from miles_async.cli.app import OneLineParser, _find
 from tests.crash.house import FOUND
 from tests.floors.tree import ROOT
 
-PAGES = {
-    path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-}
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 FENCE = re.compile(r"^```(?P<kind>\w*)\n(?P<text>.*?)^```\n(?P<apart>\n?(?=```))?", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 OURS = re.compile(
@@ -56,9 +54,7 @@ class Shown:
 def words_of(line: str) -> tuple[str, ...]:
     """Of a command that may stand in a line of the shell: up to what is the shell's."""
     line = re.sub(r"\$\(?\w+\)?", "x", line).replace("<TAB>", "")
-    lexer = shlex.shlex(
-        line if line.count('"') % 2 == 0 else line.replace('"', ""), posix=True, punctuation_chars=";()&|"
-    )
+    lexer = shlex.shlex(line if line.count('"') % 2 == 0 else line.replace('"', ""), posix=True, punctuation_chars=";()&|")
     lexer.whitespace_split, words = True, []
     for word in lexer:
         if word[0] in ";()&|" or word in (">", "2>&1"):
@@ -129,9 +125,7 @@ def furnish(here: Path, toy: Path, recipe: str) -> None:
             (here / model / file.name).write_bytes(file.read_bytes())
             if file.name == "tokenizer_config.json":
                 template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-                (here / model / file.name).write_text(
-                    json.dumps(json.loads(file.read_text()) | {"chat_template": template})
-                )
+                (here / model / file.name).write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
             if file.name == "config.json":  # a dry run looks whether answers fit the model's context
                 wide = {"max_position_embeddings": 4096}
                 (here / model / file.name).write_text(json.dumps(json.loads(file.read_text()) | wide))

@@ -55,9 +55,7 @@ async def test_the_documentations_code_runs_in_a_running_loop(
     (tmp_path / "few.jsonl").write_text("".join(rows[:4]))
     held_out = {"eval_prompt_data": ["held_out", "few.jsonl"]}
     settings = {**SMALL, **held_out, "hf_checkpoint": make_toy(tmp_path / "toy") / "model"}
-    monkeypatch.setattr(
-        miles_async, "run", lambda config, **given: api.run(config, **{**settings, **given}), raising=False
-    )
+    monkeypatch.setattr(miles_async, "run", lambda config, **given: api.run(config, **{**settings, **given}), raising=False)
     space: dict[str, object] = {}
     for block in BLOCKS[:4]:
         exec(block, space)
@@ -91,14 +89,10 @@ async def test_the_documentations_code_runs_in_a_running_loop(
 
 
 @pytest.mark.timeout(300)  # a run begins cold and is drained
-def test_what_the_launcher_refuses_is_raised_and_an_interrupt_reaches_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_launcher_refuses_is_raised_and_an_interrupt_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     start = partial(miles_async.run, "quickstart", runs_dir=tmp_path / "runs", **SMALL)
-    with pytest.raises(
-        miles_async.SettingsError, match=r"^hf_checkpoint = 'gone': no such directory.*Give a downloaded"
-    ):
+    with pytest.raises(miles_async.SettingsError, match=r"^hf_checkpoint = 'gone': no such directory.*Give a downloaded"):
         start(hf_checkpoint="gone")
     (tmp_path / "file").write_text("")
     with pytest.raises(BusRefused, match=r"cannot use .*Choose another folder"):
@@ -121,9 +115,7 @@ def test_what_the_launcher_refuses_is_raised_and_an_interrupt_reaches_it(
             start(hf_checkpoint=model, num_rollout=10_000)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert re.search(r"interrupted$|run quickstart stopped; the same command goes on", log.read_text().rstrip()), (
-        "by its time"
-    )
+    assert re.search(r"interrupted$|run quickstart stopped; the same command goes on", log.read_text().rstrip()), "by its time"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -206,8 +198,13 @@ async def test_a_run_is_found_from_any_folder_and_by_its_own(
 
 def test_a_program_gives_the_numbers_that_it_has() -> None:
     base = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math"}
-    given = {"lr": numpy.float64(2e-4), "num_rollout": numpy.int64(4), "normalize_advantages": numpy.bool_(True),
-             "rollout_stop_token_ids": numpy.array([1, 2]), "eval_prompt_data": ("a", Path("b.jsonl"))}
+    given = {
+        "lr": numpy.float64(2e-4),
+        "num_rollout": numpy.int64(4),
+        "normalize_advantages": numpy.bool_(True),
+        "rollout_stop_token_ids": numpy.array([1, 2]),
+        "eval_prompt_data": ("a", Path("b.jsonl")),
+    }
     s = load(None, values={**base, **given}).settings.flat
     assert (s.lr, s.num_rollout, s.normalize_advantages) == (2e-4, 4, True)
     assert (tuple(s.rollout_stop_token_ids), tuple(s.eval_prompt_data)) == ((1, 2), ("a", "b.jsonl"))

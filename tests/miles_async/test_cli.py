@@ -91,9 +91,7 @@ def test_help_says_of_each_flag_of_miles_what_it_is_here(capsys):
     assert rows["--rollout-batch-size"] == "the same" and "config.json" in rows["--padded-vocab-size"]
     assert rows["--tis-threshold"].startswith("--tis-clip") and "--name" not in rows
     assert rows["--sglang-router-NAME"] == "passed on to the program: --router-NAME"
-    assert {why_not(flag) for flag in ("--lora-rank", "--allgather-cp")} <= {
-        why for why, _ in WHY_NOT
-    }
+    assert {why_not(flag) for flag in ("--lora-rank", "--allgather-cp")} <= {why for why, _ in WHY_NOT}
     assert why_not("--nonsense") == ""
 
 
@@ -244,9 +242,7 @@ def test_named_failures_become_one_line_and_defects_stay_tracebacks(monkeypatch,
 def test_argparse_commands_refuse_in_one_line_too(monkeypatch, capsys):
     _with_command(monkeypatch, SettingsError("never reached"))
     assert app.main(["fake", "--nonsense"]) == 2
-    assert capsys.readouterr().err == (
-        "miles-async fake: unrecognized arguments: --nonsense. See miles-async fake --help.\n"
-    )
+    assert capsys.readouterr().err == ("miles-async fake: unrecognized arguments: --nonsense. See miles-async fake --help.\n")
 
 
 def test_the_newest_run_is_found_by_default(tmp_path):

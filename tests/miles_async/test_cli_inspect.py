@@ -31,9 +31,7 @@ DEADLINE_S = 20.0
 def test_status_shows_every_actor_and_the_streams(whole):
     async def waits(story):
         now = time.time()
-        await story.alive(
-            vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 50.5, version=2)
-        )
+        await story.alive(vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 50.5, version=2))
         await story.alive(vitals("reward", pid=2**22 + 1, wall=now - 100))
 
     whole.tell(waits)
@@ -318,9 +316,7 @@ def test_a_password_never_appears_in_a_message(capsys):
 # -- help ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words", [["status"], ["bus"], ["bus", "dead"], ["ledger"], ["trace"], ["stop"], ["tune"], ["doctor"]]
-)
+@pytest.mark.parametrize("words", [["status"], ["bus"], ["bus", "dead"], ["ledger"], ["trace"], ["stop"], ["tune"], ["doctor"]])
 def test_help_answers_without_the_heavy_parts(words):
     code = (
         "import sys; from miles_async.cli.app import main\n"

@@ -129,9 +129,7 @@ def test_tune_lists_applies_logs_and_reverts(whole):
     status, out, _ = whole.ask("tune")
     assert status == 0
     assert "next group issued" in next(line for line in out.splitlines() if line.startswith("rollout_temperature"))
-    status, out, _ = whole.ask(
-        "tune", "over-sampling-batch-size=8", "max_weight_staleness=3", "--reason", "more overlap"
-    )
+    status, out, _ = whole.ask("tune", "over-sampling-batch-size=8", "max_weight_staleness=3", "--reason", "more overlap")
     assert status == 0
     assert out.startswith("epoch 1\n")
     assert "2 -> 8" in out

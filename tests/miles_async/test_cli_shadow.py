@@ -151,8 +151,7 @@ def lines_of(run):
 def test_of_a_finished_run_batches_or_texts_are_compared(settled, tmp_path) -> None:
     write_run_file(settled.dir, run=settled.name, bus_url=settled.url, finished=3)
     good, bad = (
-        msgspec.structs.replace(scored(1, i, reward), rollout=_said(i, said))
-        for i, reward, said in ((0, 1.0, "7"), (1, 0.0, "8"))
+        msgspec.structs.replace(scored(1, i, reward), rollout=_said(i, said)) for i, reward, said in ((0, 1.0, "7"), (1, 0.0, "8"))
     )
     texts = [readable(one, Words(str(tmp_path / "model")).decode) | {"step": 1} for one in (good, bad)]
     assert "<eos>" in texts[0]["response"], "as the recorder keeps it"
@@ -187,9 +186,7 @@ def test_what_stands_behind_the_run_for_cores_has_more_time_than_the_run_gives_i
 
 def _said(index: int, word: str):
     made = rollout(1, index, tokens=2)
-    return msgspec.structs.replace(
-        made, response=msgspec.structs.replace(made.response, tokens=pack_ints([WORDS.index(word), 0]))
-    )
+    return msgspec.structs.replace(made, response=msgspec.structs.replace(made.response, tokens=pack_ints([WORDS.index(word), 0])))
 
 
 @pytest.mark.parametrize(

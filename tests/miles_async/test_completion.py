@@ -59,9 +59,7 @@ def test_bash_completes_commands_flags_values_knobs_and_runs(desk: Path) -> None
     lines = ["source <(miles-async completion bash)", "compopt() { echo NOSPACE; }"]
     for line in ASKED:
         words = " ".join(f"'{word}'" for word in ["miles-async", *line.split(" ")])
-        lines.append(
-            f'COMP_WORDS=({words}); COMP_CWORD={len(line.split(" "))}; _miles_async; echo "|${{COMPREPLY[*]}}"'
-        )
+        lines.append(f'COMP_WORDS=({words}); COMP_CWORD={len(line.split(" "))}; _miles_async; echo "|${{COMPREPLY[*]}}"')
     answers = shell(desk, "bash", "-c", "\n".join(lines)).removesuffix("\n").split("|")
     before, answers = (
         dict(zip(ASKED, answers, strict=False)),

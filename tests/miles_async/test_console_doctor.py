@@ -94,9 +94,7 @@ async def test_an_incomplete_group_names_the_sample_and_its_holder(redis_url, ru
         [warning] = [f for f in diagnose(await later(bus, 300)) if f.rule == "incomplete group"]
     assert quiet == []
     assert (info.level, warning.level) == ("info", "warning")
-    assert info.text.startswith(
-        "group g3 has had 1 of 2 samples at the filter for 30 s; missing: g3/1 held by generation-1 on"
-    )
+    assert info.text.startswith("group g3 has had 1 of 2 samples at the filter for 30 s; missing: g3/1 held by generation-1 on")
     assert entry in info.text
 
 
@@ -179,9 +177,7 @@ async def test_each_waiting_actor_gets_a_sentence_with_its_reason(redis_url, run
         story = Story(bus)
         await story.whole()
         now = bus.clock.wall()
-        await story.alive(
-            vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 40, version=2)
-        )
+        await story.alive(vitals("trainer", waits_for="2 of 2 groups of step 2 on groups", waits_since=now - 40, version=2))
         await story.alive(vitals("sampler", waits_for=Wait.CREDITS, waits_since=now))
         await story.alive(vitals("generation-1", "generation", version=2, in_flight=3, waits_for="a free slot"))
         said = dict(explain(await later(bus, 30)))
@@ -202,9 +198,7 @@ async def test_each_waiting_actor_gets_a_sentence_with_its_reason(redis_url, run
     ],
     ids=["full engines", "the last ones", "the bound"],
 )
-async def test_the_trainers_sentence_begins_with_the_cause(
-    redis_url, run_name, busy, open_groups, sampler, because
-):
+async def test_the_trainers_sentence_begins_with_the_cause(redis_url, run_name, busy, open_groups, sampler, because):
     async with Bus(config(redis_url, run_name)) as bus:
         story = Story(bus)
         await story.begin()

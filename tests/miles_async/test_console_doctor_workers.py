@@ -1,6 +1,5 @@
 """What the doctor says of rollout workers: those that are gone, silent, behind, or on a wrong clock."""
 
-
 import asyncio
 import re
 import time
@@ -143,15 +142,12 @@ async def test_a_worker_on_an_old_version_is_named_although_newer_ones_keep_comi
         await story.begin()
         await story.alive(vitals("generation-1", "generation", version=2, waits_for="activation of version 3"))
         scene = await read_scene(bus)
-        policy = msgspec.structs.replace(
-            scene.snapshot.policy, announced=9, announced_ages={3: 50.0, 9: 0.1}, announced_age_s=0.1
-        )
+        policy = msgspec.structs.replace(scene.snapshot.policy, announced=9, announced_ages={3: 50.0, 9: 0.1}, announced_age_s=0.1)
         scene = msgspec.structs.replace(scene, snapshot=msgspec.structs.replace(scene.snapshot, policy=policy))
         found = {f.about: f for f in diagnose(scene) if f.rule == "stale worker"}
     assert found["generation-1"].level == "warning"
-    assert (
-        "serves version 2, newer ones have been announced for 50 s (now 9); it waits for activation of version 3"
-        in (found["generation-1"].text)
+    assert "serves version 2, newer ones have been announced for 50 s (now 9); it waits for activation of version 3" in (
+        found["generation-1"].text
     )
 
 
@@ -161,9 +157,7 @@ async def test_an_engine_that_boots_is_behind_since_it_boots(redis_url, run_name
         await story.begin()
         await story.alive(vitals("generation-1", "generation", version=-1, waits_for=Wait.BOOTING, waits_since=time.time() - 3))
         scene = await read_scene(bus)
-        policy = msgspec.structs.replace(
-            scene.snapshot.policy, announced=2, announced_ages={2: 500.0}, announced_age_s=500.0
-        )
+        policy = msgspec.structs.replace(scene.snapshot.policy, announced=2, announced_ages={2: 500.0}, announced_age_s=500.0)
         scene = msgspec.structs.replace(scene, snapshot=msgspec.structs.replace(scene.snapshot, policy=policy))
         found = {f.about: f for f in diagnose(scene) if f.rule == "stale worker"}
     assert found["generation-1"].since_s < 30 and found["generation-1"].level == "info"

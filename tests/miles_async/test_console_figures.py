@@ -66,9 +66,7 @@ def test_time_that_the_trainer_does_not_name_is_publishing_but_not_its_absence()
 
 
 def test_pace_is_the_median_so_that_one_restart_does_not_move_the_end():
-    records = [step(n, 100.0 + n, **{"rollout/tokens": 50.0}) for n in range(1, 10)] + [
-        step(10, 300.0, **{"rollout/tokens": 50.0})
-    ]
+    records = [step(n, 100.0 + n, **{"rollout/tokens": 50.0}) for n in range(1, 10)] + [step(10, 300.0, **{"rollout/tokens": 50.0})]
     history = history_of(records)
     assert eta_s(history, 20) == pytest.approx(10.0)
     assert eta_s(history, 0) is None

@@ -57,15 +57,11 @@ def lines(run_dir: Path, records) -> None:
 
 
 def some_steps(n=30):
-    records = [
-        {"kind": "knob", "wall": 99.0, "epoch": 0, "values": {"max_weight_staleness": 2}, "author": "", "reason": ""}
-    ]
+    records = [{"kind": "knob", "wall": 99.0, "epoch": 0, "values": {"max_weight_staleness": 2}, "author": "", "reason": ""}]
     for number in range(1, n + 1):
         metrics = step_done(number, raw_reward=number / n).metrics
         records.append({"kind": "step", "wall": 100.0 + number, "step": number, "groups": [], "metrics": metrics})
-    records.append(
-        {"kind": "knob", "wall": 115.5, "epoch": 1, "values": {"max_weight_staleness": 3}, "reason": "why not"}
-    )
+    records.append({"kind": "knob", "wall": 115.5, "epoch": 1, "values": {"max_weight_staleness": 3}, "reason": "why not"})
     return records
 
 
@@ -120,9 +116,7 @@ def test_nothing_runs_on_the_page_but_its_own_scripts(tmp_path):
 def test_a_long_run_keeps_what_stands_out_and_not_every_step(tmp_path):
     n = 100_000
     rows = (
-        {"step": float(i), "x": 1.0 + (i == 54_321) * 49, "dropped/stale": 1.0}
-        if i % 4
-        else {"step": float(i), "x": math.nan}
+        {"step": float(i), "x": 1.0 + (i == 54_321) * 49, "dropped/stale": 1.0} if i % 4 else {"step": float(i), "x": math.nan}
         for i in range(n)
     )
     table = thinned(rows, n, ("step",), 1500)
@@ -150,15 +144,10 @@ def test_the_page_of_a_week_is_bounded(tmp_path):
                 + "\n"
             )
             gpus = {f"gpu{i}_util_share": number / 9999 for i in range(8)}
-            file.write(
-                json.dumps({"kind": "system", "wall": 100.5 + number, "source": f"h{number % 20}", "values": gpus})
-                + "\n"
-            )
+            file.write(json.dumps({"kind": "system", "wall": 100.5 + number, "source": f"h{number % 20}", "values": gpus}) + "\n")
     with (tmp_path / "samples.jsonl").open("w") as file:
         for number in range(1000):
-            file.write(
-                json.dumps(SAMPLE | {"step": number, "response": "long " * 4000, "sample": f"g{number}/0"}) + "\n"
-            )
+            file.write(json.dumps(SAMPLE | {"step": number, "response": "long " * 4000, "sample": f"g{number}/0"}) + "\n")
     kept = samples_of(tmp_path, read_run(tmp_path).history.samples, SAMPLES_BYTES)
     assert len(json.dumps(kept)) < 1.2 * SAMPLES_BYTES
     assert kept[0]["step"] == 999 and kept[-1]["step"] < 100, "from all over the run, the newest among them"

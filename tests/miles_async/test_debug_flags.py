@@ -68,9 +68,7 @@ def test_the_environment_is_reported_without_its_secrets(tmp_path, monkeypatch):
 
 
 def test_the_deterministic_mode_reaches_trainer_and_engines(tmp_path):
-    plain, fixed = (
-        settings_from(**FLAGS, deterministic_mode=on, train_env_vars='{"NCCL_ALGO": "Tree"}') for on in (False, True)
-    )
+    plain, fixed = (settings_from(**FLAGS, deterministic_mode=on, train_env_vars='{"NCCL_ALGO": "Tree"}') for on in (False, True))
     here = place(tmp_path)
     assert "enable-deterministic-inference" not in generation_spec(plain, here).server_args
     assert generation_spec(fixed, here).server_args["enable-deterministic-inference"] is True
@@ -90,11 +88,7 @@ def test_a_backend_in_the_deterministic_mode_refuses_what_has_no_fixed_order(tmp
     try:
         for on in (True, False):
             backend = TorchBackend()
-            backend.setup(
-                backend_of(
-                    hf_checkpoint=str(tmp_path / "m"), deterministic_mode=on, model_dtype="float32", device="cpu"
-                )
-            )
+            backend.setup(backend_of(hf_checkpoint=str(tmp_path / "m"), deterministic_mode=on, model_dtype="float32", device="cpu"))
             unordered = partial(torch.zeros(3).put_, torch.tensor([0]), torch.tensor([1.0]))
             if on:
                 with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
@@ -132,9 +126,7 @@ async def test_hashes_say_which_part_of_a_step_is_another(redis_url, run_name, t
     metrics = {"train/loss": 0.1, "train/grad_norm": 1.0}
     first = step_line(1, [group], 7, metrics, "w")
     assert first == step_line(1, [group], 7, dict(metrics), "w")
-    rewarded = msgspec.structs.replace(
-        group, samples=tuple(msgspec.structs.replace(s, reward=s.reward + 1) for s in group.samples)
-    )
+    rewarded = msgspec.structs.replace(group, samples=tuple(msgspec.structs.replace(s, reward=s.reward + 1) for s in group.samples))
     other = step_line(1, [rewarded], 7, metrics | {"train/loss": 0.1 + 1e-17 + 1e-16}, "w")
     assert {name for name in first if first[name] != other[name]} == {"rewards", "loss"}
     backwards = step_line(1, [msgspec.structs.replace(group, samples=group.samples[::-1])], 7, metrics, "w")
@@ -182,9 +174,7 @@ async def test_a_sample_is_shown_every_so_many_steps(redis_url, run_name, tmp_pa
         await story.generate()
         await story.score()
         await story.judge("g1")
-        recorder = Recorder(
-            bus, tmp_path, RecorderSpec(tokenizer_dir=str(tmp_path / "model"), print_every=2), say=said.append
-        )
+        recorder = Recorder(bus, tmp_path, RecorderSpec(tokenizer_dir=str(tmp_path / "model"), print_every=2), say=said.append)
         stop = asyncio.Event()
         task = asyncio.create_task(recorder.follow(stop))
         for step in range(1, 6):

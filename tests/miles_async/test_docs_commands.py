@@ -147,18 +147,14 @@ def test_commands_of_other_programs_are_there(tmp_path: Path) -> None:
     for command in COMMANDS:
         if command.words:
             continue
-        program, *words = (
-            command.line.split() if command.line.endswith('"') else shlex.split(command.line, comments=True)
-        )
+        program, *words = command.line.split() if command.line.endswith('"') else shlex.split(command.line, comments=True)
         if program.endswith(".sh"):
             assert os.access(ROOT / program, os.X_OK), command
         elif program.endswith(("python", "python3")) and words[0] == "-m":
             assert find_spec(words[1]), command
         elif program.endswith(("python", "python3")) and words[0] != "-c":
             source = (ROOT / words[0]).read_text()
-            assert [word for word in words[1:] if re.match(r"--\S+$", word) and f'"{word}"' not in source] == [], (
-                command
-            )
+            assert [word for word in words[1:] if re.match(r"--\S+$", word) and f'"{word}"' not in source] == [], command
         elif program == "pip":
             asked = re.findall(r"miles-async\[([\w,]+)\]", command.line)
             assert asked and {extra for found in asked for extra in found.split(",")} <= extras.keys(), command
@@ -263,9 +259,7 @@ class Desk:
 
     def begin(self, name: str) -> None:
         """A process of its own beside the run."""
-        [command] = [
-            c for c in self.left.values() if c.name == name and (c.output or not c.inline) and "--bus" not in c.words
-        ][:1]
+        [command] = [c for c in self.left.values() if c.name == name and (c.output or not c.inline) and "--bus" not in c.words][:1]
         for words in [words for words in self.left if words[0] == name]:
             if words != command.words:
                 del self.left[words]
@@ -292,16 +286,12 @@ class Desk:
 
 
 @pytest.fixture
-def desk(
-    toy: Path, warm: Path | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Desk]:
+def desk(toy: Path, warm: Path | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Desk]:
     with TemporaryDirectory(prefix="ma-desk-") as directory:
         here = Path(directory)
         monkeypatch.chdir(here)
         monkeypatch.syspath_prepend(str(here))
-        held_out: Tables = {
-            "eval": {"eval_prompt_data": ["held_out", f"{toy / 'prompts.jsonl'}@[0:12]"], "eval_interval": 5}
-        }
+        held_out: Tables = {"eval": {"eval_prompt_data": ["held_out", f"{toy / 'prompts.jsonl'}@[0:12]"], "eval_interval": 5}}
         run = Run(here, merged(merged(toy_tables(toy, here), held_out), LIVE), warm, "quickstart")
         furnish(here, toy, toml_of(toy_tables(toy, here)))
         run.start()

@@ -66,6 +66,5 @@ async def test_groups_trained_since_the_checkpoint_hold_no_slot(redis_url, run_n
         scene = await read_scene(bus)
     assert scene.uncommitted == {"g1/0", "g1/1"}
     assert (
-        ": 1 group open of at most 4 (1 with the trainer), 1 trained and not yet in a checkpoint"
-        in dict(explain(scene))["sampler"]
+        ": 1 group open of at most 4 (1 with the trainer), 1 trained and not yet in a checkpoint" in dict(explain(scene))["sampler"]
     )

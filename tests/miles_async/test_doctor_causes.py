@@ -63,12 +63,9 @@ def steps(**metrics: Callable[[int], float]) -> list[Step]:
 def older(scene: Scene, seconds: float) -> Scene:
     """The same some time later, nothing having come in but heartbeats."""
     snapshot = scene.snapshot
-    streams = {
-        n: msgspec.structs.replace(s, newest_age_s=s.newest_age_s + seconds) for n, s in snapshot.streams.items()
-    }
+    streams = {n: msgspec.structs.replace(s, newest_age_s=s.newest_age_s + seconds) for n, s in snapshot.streams.items()}
     actors = tuple(
-        msgspec.structs.replace(a, vitals=msgspec.structs.replace(a.vitals, wall=a.vitals.wall + seconds))
-        for a in snapshot.actors
+        msgspec.structs.replace(a, vitals=msgspec.structs.replace(a.vitals, wall=a.vitals.wall + seconds)) for a in snapshot.actors
     )
     snapshot = msgspec.structs.replace(snapshot, streams=streams, actors=actors)
     return msgspec.structs.replace(scene, now=scene.now + seconds, snapshot=snapshot)
@@ -126,9 +123,7 @@ async def crashes(story: Story) -> None:
 
 async def refuse(story: Story, *names: str) -> None:
     for name in names:
-        await story.say(
-            EVENTS, event(name, "weights refused", "weights do not match their checksum", version=2, path="v2")
-        )
+        await story.say(EVENTS, event(name, "weights refused", "weights do not match their checksum", version=2, path="v2"))
 
 
 async def all_refuse(story: Story) -> None:

@@ -31,9 +31,7 @@ def server_of(folder: Path, *flags: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ma-") as near:  # a socket's path must be short
         url = f"unix://{near}/redis.sock"
         words = [str(find_server().path), "--port", "0", "--unixsocket", f"{near}/redis.sock", "--dir", str(folder), *flags]
-        process = subprocess.Popen(
-            [*words, "--appendonly", "yes", "--maxmemory-policy", "noeviction"], stdout=subprocess.DEVNULL
-        )
+        process = subprocess.Popen([*words, "--appendonly", "yes", "--maxmemory-policy", "noeviction"], stdout=subprocess.DEVNULL)
         try:
             end = time.monotonic() + 20
             while not Path(near, "redis.sock").exists():

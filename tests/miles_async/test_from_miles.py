@@ -57,13 +57,9 @@ PIECES = st.one_of(
             '"$(( (1+5)*-3 % 4 ))"',
         ]
     ),
-    st.sampled_from(
-        ["${A[@]}", '"${A[@]}"', '"p${A[@]}s"', "$'a\\tb'", '"$(cd "$(dirname "$0")" && pwd)"', "$A", '"a\\b"']
-    ),
+    st.sampled_from(["${A[@]}", '"${A[@]}"', '"p${A[@]}s"', "$'a\\tb'", '"$(cd "$(dirname "$0")" && pwd)"', "$A", '"a\\b"']),
 )
-WORDS = (
-    st.lists(PIECES, min_size=1, max_size=4).map("".join).filter(lambda word: word[0] != "[")
-)  # [0]=x sets an element
+WORDS = st.lists(PIECES, min_size=1, max_size=4).map("".join).filter(lambda word: word[0] != "[")  # [0]=x sets an element
 
 
 @settings(max_examples=60)
@@ -135,19 +131,14 @@ def test_a_script_gives_what_its_flags_give(name: str, tmp_path: Path) -> None:
     assert got == wanted
     assert os.environ["OWN_OF_TEST"] == "MODEL" and "NVLS" not in os.environ
     told = "\n".join(args.told)
-    assert (
-        re.search(r"--num-rollout 3000 +given on this command line", told)
-        and "NVLS is not set: FAST is set in the `if`" in told
-    )
+    assert re.search(r"--num-rollout 3000 +given on this command line", told) and "NVLS is not set: FAST is set in the `if`" in told
     assert "not run: pkill (line 2), ray start (line" in told and "KEY" not in told
 
 
 def test_a_script_is_tried_without_a_gpu(tmp_path: Path) -> None:
     """No flag behind a script could take back what it passes on to SGLang."""
     script = tmp_path / "run.sh"
-    script.write_text(
-        "python3 train.py --lr 1e-6 --sglang-mem-fraction-static 0.7 --sglang-router-policy x --rollout-num-gpus 4\n"
-    )
+    script.write_text("python3 train.py --lr 1e-6 --sglang-mem-fraction-static 0.7 --sglang-router-policy x --rollout-num-gpus 4\n")
     asked = parse(["--from-miles", str(script), "--engine", "embedded", "--rollout-num-gpus", "0"])
     assert {value.typed: value.words for value in asked.values} == {
         "--dynamic-sampling-filter-path": ("none",), "--lr": ("1e-6",), "--engine": ("embedded",), "--rollout-num-gpus": ("0",),
@@ -208,9 +199,7 @@ def test_what_is_no_launch_script_is_refused_in_one_line(text: str, said: str, t
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(SettingsError) as caught:
         args = parse(["--from-miles", str(tmp_path / "run.sh")])
-        assert not args.told or re.search(
-            r"note: run.sh:\d: (\$X|\$\{MODEL_ARGS\[@\]\}) is set nowhere", "".join(args.told)
-        )
+        assert not args.told or re.search(r"note: run.sh:\d: (\$X|\$\{MODEL_ARGS\[@\]\}) is set nowhere", "".join(args.told))
         raise args.refused.found[0]
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
@@ -248,13 +237,8 @@ def test_what_a_model_file_would_say_may_be_left_out(tmp_path: Path) -> None:
         "--lr": ("2e-6",), "--seed": ("4",)
     }  # fmt: skip
     told = "\n".join(args.told)
-    assert (
-        "note: run 1.sh:1: what MODEL_ARGS holds is left out: $(ask the model) is not run; config.json says the same"
-        in told
-    )
-    assert re.search(
-        r"--wandb-key \*\*\* +left out, as an empty secret says nothing: \$\{KEY_OF_TEST\} is set nowhere", told
-    )
+    assert "note: run 1.sh:1: what MODEL_ARGS holds is left out: $(ask the model) is not run; config.json says the same" in told
+    assert re.search(r"--wandb-key \*\*\* +left out, as an empty secret says nothing: \$\{KEY_OF_TEST\} is set nowhere", told)
     assert parse(["--from-miles", str(path)]).refused.found != []  # a path with a space; its argument is missing
     with pytest.raises(SettingsError, match="No closing quotation"):
         parse(["--from-miles", "run.sh 'a"])
@@ -269,9 +253,7 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
         f"Y=`touch {tmp_path}/c`",
         f"Z=${{U:-$(touch {tmp_path}/d)}}",
     ]
-    script.write_text(
-        "\n".join([*traces, f"cat <(touch {tmp_path}/e)", 'python3 train.py --name "$X$Y$Z" --lr 1e-6', ""])
-    )
+    script.write_text("\n".join([*traces, f"cat <(touch {tmp_path}/e)", 'python3 train.py --name "$X$Y$Z" --lr 1e-6', ""]))
     assert [word.text for word in read_script(script).words][-2:] == ["--lr", "1e-6"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.sh"]
     with pytest.raises(SettingsError, match="cannot read"):

@@ -96,9 +96,7 @@ class Play:
     def patch(self, values: dict[str, Any], author: str, reason: str = "") -> None:
         self.values |= values
         epoch = sum(r["kind"] == "knob" for r in self.records)
-        self._take(
-            {"kind": "knob", "wall": self._wall, "epoch": epoch, "values": values, "author": author, "reason": reason}
-        )
+        self._take({"kind": "knob", "wall": self._wall, "epoch": epoch, "values": values, "author": author, "reason": reason})
 
     def run(self, steps: int, hands: dict[int, dict[str, Any]] | None = None, **more: float) -> Play:
         for _ in range(steps):
@@ -181,9 +179,7 @@ def test_ratios_that_spread_lower_the_bound_to_the_end_of_its_envelope_which_is_
 
 
 def test_tokens_that_are_lost_raise_the_bound() -> None:
-    play = Play(
-        settings_with(max_weight_staleness=2), lambda v: truth(v) | {"masked": 0.05 if v[KNOB] == 2 else 0.0}
-    ).run(14)
+    play = Play(settings_with(max_weight_staleness=2), lambda v: truth(v) | {"masked": 0.05 if v[KNOB] == 2 else 0.0}).run(14)
     assert play.moves == [("old", 3)]
 
 
@@ -240,9 +236,7 @@ def test_metrics_that_are_no_numbers_are_told_and_the_others_are_used() -> None:
 
 def test_a_value_that_the_rules_refuse_is_passed_over_and_told() -> None:
     # The bound may not fall to 0 under split, which was patched in after the envelope was given.
-    play = Play(settings_with(staleness_policy="whole", governor_staleness="0:2")).run(
-        2, {1: {"staleness_policy": "split"}}
-    )
+    play = Play(settings_with(staleness_policy="whole", governor_staleness="0:2")).run(2, {1: {"staleness_policy": "split"}})
     play.run(20, ess=0.1)
     assert play.moves == [] and ("refused", f"{KNOB}=0") in play.notes
 

@@ -53,9 +53,7 @@ def test_sizes_are_read_from_the_headers_of_the_shards(tmp_path: Path) -> None:
     assert parameters(tmp_path).total == 0
 
 
-def test_the_check_reads_the_model_and_asks_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_reads_the_model_and_asks_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a program of its own in place of nvidia-smi; the header alone claims 100 billion parameters."""
     model = tmp_path / "model"
     model.mkdir()

@@ -48,9 +48,7 @@ def begun(processes: list[subprocess.Popen[bytes]], *words: str) -> int:
     return processes[-1].pid
 
 
-async def test_what_runs_with_the_same_settings_is_adopted_once(
-    tmp_path: Path, processes: list[subprocess.Popen[bytes]]
-) -> None:
+async def test_what_runs_with_the_same_settings_is_adopted_once(tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> None:
     placer, spec = LocalPlacer(tmp_path, threads={}, servers={}), spec_of(tmp_path)
     placer.add(spec)
     pids = {lives(processes, tmp_path, mark_of(spec)) for _ in range(2)}
@@ -87,9 +85,7 @@ async def test_an_actor_that_was_started_is_found_by_its_mark(tmp_path: Path) ->
     await process.stop(0.0)
 
 
-async def test_what_is_not_in_the_settings_any_more_ends(
-    tmp_path: Path, processes: list[subprocess.Popen[bytes]]
-) -> None:
+async def test_what_is_not_in_the_settings_any_more_ends(tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> None:
     placer, spec = LocalPlacer(tmp_path, threads={}, servers={}), spec_of(tmp_path)
     placer.add(spec)
     kept, other = lives(processes, tmp_path, mark_of(spec)), lives(processes, tmp_path, name="generation-7")

@@ -32,9 +32,7 @@ TEMPLATE = (
     "{{ tools or '' }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-PIXEL = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 
 
 def asked(*more: dict[str, Any]) -> list[dict[str, Any]]:
@@ -174,7 +172,5 @@ def test_a_published_data_set_is_read_right_with_what_the_page_tells(name: str, 
         assert sum(first.mask) >= len("15")
     elif settings.flat.rm_type is not None:
         answer = "<think></think>I add.\nAnswer: \\boxed{15}"
-        score = RULES[settings.flat.rm_type](
-            Sample(sample_id="0/0", prompt=first.text, response=answer, label=first.label)
-        )
+        score = RULES[settings.flat.rm_type](Sample(sample_id="0/0", prompt=first.text, response=answer, label=first.label))
         assert (score["score"] if isinstance(score, dict) else score) == 1.0

@@ -174,9 +174,7 @@ def test_the_directory_loads_in_transformers_and_generates(directories: dict[str
     assert answer.shape[1] > prompt.shape[1]
 
 
-def test_equal_seeds_give_equal_weights_and_leave_the_callers_randomness_alone(
-    tmp_path: Path, model_directory: Path
-) -> None:
+def test_equal_seeds_give_equal_weights_and_leave_the_callers_randomness_alone(tmp_path: Path, model_directory: Path) -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     make_model(tmp_path / "same", short(ARITHMETIC), seed=5)
     make_model(tmp_path / "other", short(ARITHMETIC), seed=6)

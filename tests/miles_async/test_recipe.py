@@ -120,11 +120,7 @@ def test_a_recipe_gives_the_words_that_it_would_launch_with(tree: Path) -> None:
         "NCCL_DEBUG": "WARN",
     }
     [note] = script.notes
-    assert (
-        note.startswith("not run: mkdir (line 31)")
-        and "hf_download_dataset" in note
-        and "write /models/x/notes.yaml" in note
-    )
+    assert note.startswith("not run: mkdir (line 31)") and "hf_download_dataset" in note and "write /models/x/notes.yaml" in note
     assert sorted(tree.rglob("*")) == before and "MADE_OF_TEST" not in os.environ
 
 
@@ -199,9 +195,7 @@ def test_a_recipe_without_one_launch_is_refused_in_one_line(
 
 def test_without_a_sandbox_a_recipe_is_refused(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(
-        SettingsError, match="which is run in a sandbox alone: the Python sandbox did not start"
-    ) as caught:
+    with pytest.raises(SettingsError, match="which is run in a sandbox alone: the Python sandbox did not start") as caught:
         read(tree)
     assert "\n" not in str(caught.value)
 

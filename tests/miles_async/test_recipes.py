@@ -49,9 +49,7 @@ def test_there_are_recipes_for_a_laptop_and_for_gpus() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "task"), [("quickstart", "arithmetic"), ("long", "columns")])
-def test_a_recipe_for_a_laptop_resolves_from_the_checkout(
-    recipe: str, task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_for_a_laptop_resolves_from_the_checkout(recipe: str, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     s = load(ROOT / "configs" / f"{recipe}.toml", {}).settings
     found = preflight(s)

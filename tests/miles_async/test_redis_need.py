@@ -26,7 +26,6 @@ def settings(**rollout: int):  # type: ignore[no-untyped-def]
     return settings_from(**{**own, **sizes, **lengths, **rollout}).flat
 
 
-
 async def test_what_is_said_bounds_what_redis_takes_and_not_by_far(private_redis: EmbeddedRedis, run_name: str) -> None:
     need = redis_need(settings())
     of_open, of_trained = need.shares[:2]

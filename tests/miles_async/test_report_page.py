@@ -36,8 +36,7 @@ def folder(runs_dir: Path, name: str, n: int) -> Path:
             }
             r["dropped"] = [["g9", "stale"]]
     hosts = [
-        {"kind": "system", "wall": 101.0 + i, "source": "vm", "values": {"cpu_share": 0.5, "gpu0_power_w": 300.0}}
-        for i in range(n)
+        {"kind": "system", "wall": 101.0 + i, "source": "vm", "values": {"cpu_share": 0.5, "gpu0_power_w": 300.0}} for i in range(n)
     ]
     more = [
         {"kind": "eval", "wall": 101.5, "step": 1, "name": "held", "metrics": {"eval/held": 0.5}},
@@ -59,17 +58,14 @@ def folder(runs_dir: Path, name: str, n: int) -> Path:
     ]
     kept = {"group": "g1", "version": 1, "finish": "stop", "prompt": "2+2", "label": "4"}
     found = [
-        kept | {"step": s, "sample": f"g1/{s}", "reward": s / 10, "tokens": 10 * s, "response": f"answer {s}"}
-        for s in range(1, 13)
+        kept | {"step": s, "sample": f"g1/{s}", "reward": s / 10, "tokens": 10 * s, "response": f"answer {s}"} for s in range(1, 13)
     ]
     found[4]["turns"] = turns
     (run_dir / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in found))
     return run_dir
 
 
-def test_a_reader_looks_into_a_run_without_network(
-    tmp_path: Path, browser: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reader_looks_into_a_run_without_network(tmp_path: Path, browser: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder(tmp_path, "first", 30)
     folder(tmp_path, "other", 20)
     assert main(["report", "first", "other", "--runs-dir", str(tmp_path)]) == 0
@@ -115,9 +111,7 @@ def test_a_reader_looks_into_a_run_without_network(
     assert v.one("#whole").is_enabled()
     plot.send_keys("0")
     assert not v.one("#whole").is_enabled()
-    v.driver.execute_script(
-        "const s = document.querySelector('#smooth'); s.value = 0.9; s.dispatchEvent(new Event('input'))"
-    )
+    v.driver.execute_script("const s = document.querySelector('#smooth'); s.value = 0.9; s.dispatchEvent(new Event('input'))")
     # a metric that has no chart of its own
     v.driver.execute_script(
         "const a = document.querySelector('#another'); a.value = 'rollout/tokens'; a.dispatchEvent(new Event('change'))"

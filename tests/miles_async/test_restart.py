@@ -81,6 +81,7 @@ def test_what_a_restart_would_not_change_is_final(code: int, action: str, reason
     verdict = judge_exit("w", Ending(0.0, code, 0), (), BUDGET)
     assert (verdict.action, verdict.reason) == (action, reason)
 
+
 def test_the_status_of_any_program_that_ends_is_not_that_of_an_actor_whose_work_is_done() -> None:
     """A filter of a user's that called sys.exit() left its run standing for ever."""
     assert judge_exit("filter", Ending(0.0, 0, 0), (), BUDGET).action == "restart"

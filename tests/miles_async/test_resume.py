@@ -130,7 +130,7 @@ async def test_a_launcher_leaves_the_bus_of_a_trainer_that_saves_on_meanwhile(
 
 
 async def test_a_refused_start_leaves_the_tracker_where_it_was(redis_url: str, run_name: str, tmp_path: Path) -> None:
-    """"Nothing was changed", it says. The next start without --ckpt-step went back all the same, and lost the steps since."""
+    """ "Nothing was changed", it says. The next start without --ckpt-step went back all the same, and lost the steps since."""
     own = {"run_dir": str(tmp_path), "model_dir": "m", "weights_dir": "w", "blob_dir": "b", "stop_token_ids": (), "num_rollout": 9}
     place = Place(**own, fingerprint="other", engine_token=engine_token(tmp_path))  # type: ignore[arg-type]
     save(tmp_path / "own", 2, 3, 4)

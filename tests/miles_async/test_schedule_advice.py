@@ -37,9 +37,7 @@ def run_of(steps=24, *, step_s=1.2, wait_s=0.0, sigma=SIGMA, knobs=(), more=()):
         for name, values in ((LENGTH, lengths), (SECONDS, [n * 0.006 for n in lengths]), (STRAGGLER, [2.0, 3.0])):
             metrics |= {f"{name}/p{q}": float(np.percentile(values, q)) for q in QUANTILES}
             metrics[f"{name}/mean"] = float(np.mean(values))
-        records.append(
-            {"kind": "step", "wall": 1.0 + step_s * number, "step": number, "groups": [], "metrics": metrics}
-        )
+        records.append({"kind": "step", "wall": 1.0 + step_s * number, "step": number, "groups": [], "metrics": metrics})
     return records
 
 
@@ -213,11 +211,7 @@ def test_requests_that_slow_each_other_are_seen_and_fewer_slots_are_offered(monk
     assert any("does not show" in line for line in plain.lines)
     assert not any("does not show" in line for line in found.lines)
     assert found.choices[1].masked > plain.choices[1].masked
-    assert [
-        line
-        for line in found.lines
-        if re.match(r"With \d\d slots bound 2 masks [01](\.\d)? %, at [\d.]+ s a step", line)
-    ]
+    assert [line for line in found.lines if re.match(r"With \d\d slots bound 2 masks [01](\.\d)? %, at [\d.]+ s a step", line)]
 
 
 def test_samples_that_always_run_in_equal_numbers_do_not_show_what_more_would_cost():

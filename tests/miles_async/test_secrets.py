@@ -76,6 +76,8 @@ def test_a_report_names_services_without_what_is_shown_to_them(tmp_path):
     stored = dump_toml(settings_from(**flags, rm_url=["http://me:hidden@host:5/rm?key=hidden", "http://host/broken"]))
     assert "http://host/broken" in stored
     (tmp_path / "settings.toml").write_text(stored.replace("http://host/broken", "http://[hidden"))
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "knob", "wall": 1.0, "epoch": 0, "values": {"rm_url": ["http://u:hidden@h"]}}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind": "knob", "wall": 1.0, "epoch": 0, "values": {"rm_url": ["http://u:hidden@h"]}}\n'
+    )
     page = write_report(tmp_path).read_text("utf-8")
     assert "http://host:5/rm" in page and "hidden@" not in page and "key=hidden" not in page

@@ -13,9 +13,7 @@ from miles_async.launcher.place import Place
 from miles_async.launcher.plan import room_specs
 from tests.miles_async.test_settings_serving import made, refusal
 
-PLACE = Place(
-    run_dir="/r", model_dir="/m", weights_dir="/w", blob_dir="/b", stop_token_ids=(), num_rollout=3, fingerprint="f"
-)
+PLACE = Place(run_dir="/r", model_dir="/m", weights_dir="/w", blob_dir="/b", stop_token_ids=(), num_rollout=3, fingerprint="f")
 
 
 def rooms(tmp_path: Path, flags: str) -> dict[str, dict[str, object]]:

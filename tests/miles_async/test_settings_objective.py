@@ -72,8 +72,7 @@ def make(**fields: Any) -> RunSettings:
         ({"balance_data": False, "balance_by_flops": True}, "balance_data = false. Leave out --no-balance-data"),
         (
             {"micro_batch_size": 3, "actor_num_gpus_per_node": 4},
-            "micro_batch_size = 3: global_batch_size = 256 makes 86 micro-batches, not a multiple of "
-            "actor_num_gpus_per_node = 4",
+            "micro_batch_size = 3: global_batch_size = 256 makes 86 micro-batches, not a multiple of actor_num_gpus_per_node = 4",
         ),
         (
             {"micro_batch_size": 4, "actor_num_gpus_per_node": 4, "use_dynamic_global_batch_size": True},
@@ -153,9 +152,7 @@ def test_settings_reach_the_trainer() -> None:
     tis = objective_config(make(use_tis=True, custom_tis_function_path="a.tis"))
     assert (tis.correction, tis.custom_tis_function_path, tis.use_tis) == ("tis", "a.tis", True)
 
-    place = Place(
-        run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f"
-    )
+    place = Place(run_dir="r", model_dir="m", weights_dir="w", blob_dir="b", stop_token_ids=(), num_rollout=3, fingerprint="f")
     [trainer] = [room for name, _, room in room_specs(s, place) if name == "trainer"]
     assert (trainer.ranks, trainer.ci_test, trainer.backend.selfcheck_logprob_tolerance) == (2, True, 1e-4)
     for fields, tolerance in (({}, 0.1), ({"selfcheck_logprob_tolerance": 0.08}, 0.08)):

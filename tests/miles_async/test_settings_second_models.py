@@ -121,9 +121,7 @@ def test_a_served_teacher_is_asked_by_the_reward_room():
 
 def test_the_trainer_is_told_what_was_set(tmp_path):
     model = model_at(tmp_path / "m")
-    settings = make(
-        advantage_estimator="ppo", critic_load=str(model), critic_lr=2e-3, num_critic_only_steps=1, value_clip=0.3
-    )
+    settings = make(advantage_estimator="ppo", critic_load=str(model), critic_lr=2e-3, num_critic_only_steps=1, value_clip=0.3)
     place = Place(
         run_dir="", model_dir="m", weights_dir="", blob_dir="", stop_token_ids=(), num_rollout=3, fingerprint="",
         critic_dir=critic_dir(settings), teacher_dir=teacher_dir(settings),

@@ -112,9 +112,7 @@ def test_with_a_lane_of_the_tail_there_is_no_router_of_ours(tmp_path: Path) -> N
 
 
 def test_the_dump_of_passed_flags_loads_back(tmp_path: Path) -> None:
-    settings = made(
-        tmp_path, 'engine = "sglang"\nserver_args = { a-b = 1.5, c = true, d = ["x", "y"], e = "q\\"" }'
-    ).settings
+    settings = made(tmp_path, 'engine = "sglang"\nserver_args = { a-b = 1.5, c = true, d = ["x", "y"], e = "q\\"" }').settings
     path = tmp_path / "again.toml"
     path.write_text(dump_toml(settings))
     again = load(path).settings

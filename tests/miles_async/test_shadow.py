@@ -34,9 +34,7 @@ from tests.miles_async.shadow_house import OWN, a_user_who_may_only_read
 
 async def through_the_filter(bus: Bus, n: int) -> list[object]:
     """`n` groups of two through the real filter, in an order of arrival that mixes them; what the run is left with."""
-    opened = {
-        f"g{g}": msgspec.msgpack.encode(OpenGroup(group_id=f"g{g}", prompt_id=f"p{g}", n_samples=2)) for g in range(n)
-    }
+    opened = {f"g{g}": msgspec.msgpack.encode(OpenGroup(group_id=f"g{g}", prompt_id=f"p{g}", n_samples=2)) for g in range(n)}
     await bus.commit(Commit(open_groups=opened, ledger={"issued": 2 * n, "tokens/generated": 6 * n}))
     members = [scored(g, i, float(i and g % 3 > 0)) for g in range(n) for i in range(2)]
     random.Random(7).shuffle(members)
@@ -68,9 +66,7 @@ async def test_three_shadows_that_may_only_read_see_every_group_and_the_run_is_l
 ) -> None:
     n, url = 40, private_redis.url
     looker = await a_user_who_may_only_read(url)
-    async with open_bus(
-        url, f"{run_name}-alone", hop_limit_bytes=hop_limit_bytes, inline_limit_bytes=hop_limit_bytes
-    ) as bus:
+    async with open_bus(url, f"{run_name}-alone", hop_limit_bytes=hop_limit_bytes, inline_limit_bytes=hop_limit_bytes) as bus:
         alone = await through_the_filter(bus, n)
     async with open_bus(url, run_name, hop_limit_bytes=hop_limit_bytes, inline_limit_bytes=hop_limit_bytes) as bus:
         monkeypatch.setenv(PASSWORD, "secret")
@@ -86,10 +82,7 @@ async def test_three_shadows_that_may_only_read_see_every_group_and_the_run_is_l
             await put(bus, POLICY, Finished(step=1, version=PolicyVersion(2, 1)))
             full, half = await asyncio.gather(*asked[:2])
         verdicts = {v.group_id: v for v in await messages(bus, VERDICTS)}
-        keys = {
-            key.decode().rpartition("}:")[2].partition(":")[0]
-            for key in await bus.link.run("KEYS", f"ma:{{{run_name}}}:*")
-        }
+        keys = {key.decode().rpartition("}:")[2].partition(":")[0] for key in await bus.link.run("KEYS", f"ma:{{{run_name}}}:*")}
     assert together[:2] == alone[:2] and sorted(together[2]) == sorted(alone[2])
     for tap, units, share in ((taps[0], full, 1.0), (taps[1], half, 0.5)):
         wanted = {group for group in verdicts if chosen(group, share)}

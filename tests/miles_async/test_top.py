@@ -98,9 +98,7 @@ async def top(url: str, run: str, folder: Path, size: tuple[int, int], *, alive:
         await feed.close()
 
 
-async def test_every_view_fits_any_terminal_and_alarms_come_first(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_every_view_fits_any_terminal_and_alarms_come_first(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with top(redis_url, run_name, tmp_path, (80, 24)) as view:
         await view.story.say(POLICY, step_done(2, raw_reward=0.75))
         await view.story.die("g4/0", PROMPTS, task("g4/0"), error="no room")
@@ -137,17 +135,13 @@ async def test_what_a_model_wrote_is_shown_and_not_obeyed(redis_url: str, run_na
         await view.until(lambda: "g1/1 at step 1" in view.text)
 
 
-async def test_a_knob_is_changed_in_a_form_that_keeps_what_was_refused(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_a_knob_is_changed_in_a_form_that_keeps_what_was_refused(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with top(redis_url, run_name, tmp_path, (100, 30)) as view:
         await view.press("4", shows="rollout_batch_size")
         await view.press("enter", shows="permitted: at least 1")
         await view.pilot.press("ctrl+u", *"lr=-1 eps_clip=0.3", "enter", *"why not")
         await view.press("enter", shows="lr = ")
-        assert (
-            "Nothing was changed." in " ".join(view.text.replace("│", "").split()) and "lr=-1 eps_clip=0.3" in view.text
-        )
+        assert "Nothing was changed." in " ".join(view.text.replace("│", "").split()) and "lr=-1 eps_clip=0.3" in view.text
         await view.pilot.press("shift+tab", "ctrl+u", *"lr=2e-6 eps_clip=0.3", "enter")
         await view.press("enter", shows="epoch 1")
         history = await read_history(view.story.bus)
@@ -176,9 +170,7 @@ async def test_a_dead_letter_is_retried_or_dropped_after_a_question_and_never_wh
         assert (await read_history(view.story.bus))[-1].epoch == 0
 
 
-async def test_an_alarm_stays_with_its_time_until_it_is_acknowledged(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+async def test_an_alarm_stays_with_its_time_until_it_is_acknowledged(redis_url: str, run_name: str, tmp_path: Path) -> None:
     async with top(redis_url, run_name, tmp_path, (80, 24)) as view:
         now = time.time()
         failed = Event(actor="reward", kind="gave up", text="no verifier", wall=now, level="error")
@@ -226,9 +218,7 @@ def test_what_has_gone_by_itself_stays_until_it_was_seen_and_what_still_holds_is
     told = {"what": "reward: retry", "level": "warning", "text": "slow", "wall": 31.0}
     alarms.see([], [told])
     alarms.see([], [told, told | {"wall": 5.0}, told | {"wall": 40.0, "level": "info"}])
-    assert [(a.who, a.times) for a in alarms.open()] == [("no actor", 1), ("reward: retry", 2)], (
-        "also one that came late"
-    )
+    assert [(a.who, a.times) for a in alarms.open()] == [("no actor", 1), ("reward: retry", 2)], "also one that came late"
 
 
 def test_the_next_view_knows_what_was_acknowledged(tmp_path):
@@ -290,9 +280,7 @@ def in_a_terminal(*words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "miles_async", "top", *words]
-    with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True) as process:
         os.close(theirs)
         try:
             yield process, ours
@@ -316,9 +304,7 @@ def test_an_ended_run_is_shown_from_a_copy(tmp_path: Path) -> None:
         os.close(terminal)
 
 
-def test_a_terminal_that_goes_away_takes_the_view_with_it_and_nothing_else(
-    redis_url: str, run_name: str, tmp_path: Path
-) -> None:
+def test_a_terminal_that_goes_away_takes_the_view_with_it_and_nothing_else(redis_url: str, run_name: str, tmp_path: Path) -> None:
     asyncio.run(_happen(redis_url, run_name))
     with in_a_terminal("--run", run_name, "--bus-url", redis_url) as (process, terminal):
         _read_until(terminal, b"reward")

@@ -199,6 +199,7 @@ def test_an_ended_run_is_shown_from_a_copy_and_cannot_be_changed(tmp_path: Path)
     server = EmbeddedRedis(tmp_path / "late")
     server.start()
     write_run_file(tmp_path / "late", run="late", bus_url=server.url)
+
     async def live() -> None:
         async with Bus(config(server.url, "late")) as bus:
             await Story(bus).whole()

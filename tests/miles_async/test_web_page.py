@@ -19,9 +19,7 @@ pytestmark = IN_A_BROWSER
 PANELS = ("cockpit", "samples", "knobs", "events", "drops", "dead")
 
 
-async def test_a_stranger_reads_steers_and_cannot_be_hacked(
-    redis_url: str, run_name: str, tmp_path: Path, browser: Any
-) -> None:
+async def test_a_stranger_reads_steers_and_cannot_be_hacked(redis_url: str, run_name: str, tmp_path: Path, browser: Any) -> None:
     async with console(redis_url, run_name, tmp_path) as page:
         await page.story.die("g4/0", PROMPTS, task("g4/0"), error="no room <b>here</b>")
         visitor = Visitor(browser)

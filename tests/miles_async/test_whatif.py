@@ -58,14 +58,10 @@ def record(steps=30, *, lives=True, wall_s=STEP_S, **metrics):
         }
         line |= {"groups": [f"g{step}-{i}" for i in range(GROUPS)], "metrics": numbers | metrics}
         if lives:
-            line["lives"] = [
-                [i, round(100 * s / MEAN_S), round(1e3 * s), 4] for i, group in enumerate(took) for s in group
-            ]
+            line["lives"] = [[i, round(100 * s / MEAN_S), round(1e3 * s), 4] for i, group in enumerate(took) for s in group]
         lines.append(line)
         served = wall + PUBLISH_S
-        lines.append(
-            {"kind": "activated", "wall": served, "entry": f"events@{round(1e3 * served)}-0", "version": step + 1}
-        )
+        lines.append({"kind": "activated", "wall": served, "entry": f"events@{round(1e3 * served)}-0", "version": step + 1})
         lines[-1] |= {"actor": "w0", "pause_s": 0.03, "total_s": 0.04, "step": step}
     return lines
 
@@ -96,9 +92,7 @@ def test_a_group_that_was_trained_in_parts_is_one_group_and_one_at_the_edge_is_l
     steps[-1]["lives"].pop(0)  # of the last one, only the early members are known
     pool = recorded(lines).pool
     assert {len(group) for group in pool} == {N}
-    assert len(pool) == GROUPS * (
-        len(steps) - 8
-    )  # four steps in which the run fills up, four whose groups may have more to come
+    assert len(pool) == GROUPS * (len(steps) - 8)  # four steps in which the run fills up, four whose groups may have more to come
 
 
 def test_what_the_filter_dropped_is_dropped_again_with_its_lengths():
@@ -154,9 +148,7 @@ def test_the_comparison_says_how_far_the_simulation_is_off(monkeypatch):
     assert found.then["step_s"].mean > 1.2 * found.simulated["step_s"].mean
     assert abs(found.off) < 0.1
     assert "Warning" not in text(found)
-    lines = record(
-        wall_s=2.4, **{"perf/wait_s": 1.3}
-    )  # half of the time the trainer waits, for nothing that is on record
+    lines = record(wall_s=2.4, **{"perf/wait_s": 1.3})  # half of the time the trainer waits, for nothing that is on record
     assert "Warning: that is more than 5 % off" in text(compare(recorded(lines), {}, seeds=1))
 
 

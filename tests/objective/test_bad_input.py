@@ -51,9 +51,7 @@ def test_nan_at_a_masked_token_is_nobodys_business():
     bad = np.array([-1.0, NAN, -1.0, -1.0])
     mask = [1, 0, 1, 1]
     clean, *_ = step(TIS, [sample("a", reward=0.0), sample("b", loss_mask=mask)])
-    dirty, loss, grad, _ = step(
-        TIS, [sample("a", reward=0.0), sample("b", loss_mask=mask, rollout_logp=bad, old_logp=bad)]
-    )
+    dirty, loss, grad, _ = step(TIS, [sample("a", reward=0.0), sample("b", loss_mask=mask, rollout_logp=bad, old_logp=bad)])
     assert dirty.flags == clean.flags == {}
     assert torch.isfinite(loss) and torch.isfinite(grad).all()
 
@@ -181,9 +179,7 @@ def test_read_only_buffers_and_half_precision_are_accepted():
     frozen = np.frombuffer(np.full(4, -1.0, dtype=np.float32).tobytes(), dtype=np.float32)
     half = torch.full((4,), -1.0, dtype=torch.bfloat16)
     mask = np.frombuffer(bytes([1, 1, 0, 1]), dtype=np.uint8)
-    prepared, loss, _, _ = step(
-        TIS, [sample("a", rollout_logp=frozen, old_logp=half, loss_mask=mask), sample("b", reward=0.0)]
-    )
+    prepared, loss, _, _ = step(TIS, [sample("a", rollout_logp=frozen, old_logp=half, loss_mask=mask), sample("b", reward=0.0)])
     assert prepared.counts.tolist() == [3, 4] and prepared.flags == {} and torch.isfinite(loss)
 
 

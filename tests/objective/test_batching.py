@@ -73,9 +73,7 @@ def test_balancing_evens_out_what_it_measures(sizes):
 
     def gap(balance, measure):
         """The busiest rank over the mean."""
-        plan = plan_step(
-            lengths, range(256), dp_size=4, balance=balance, costs=costs, **sizes
-        )
+        plan = plan_step(lengths, range(256), dp_size=4, balance=balance, costs=costs, **sizes)
         load = [sum(measure[i] for mb in rank for i in mb) for rank in plan.ranks]
         return max(load) / (sum(load) / 4)
 

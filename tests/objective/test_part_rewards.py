@@ -77,9 +77,7 @@ def test_early_and_late_samples_of_one_group_in_one_batch_each_have_their_own_re
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf])
 def test_a_missing_reward_is_worth_nothing_and_leaves_its_siblings_values_alone(estimator: str, reward: float | None) -> None:
     known = (1.0, 0.0, 1.0)
-    made = normalize_group_rewards(
-        [1.0, reward, 0.0], ["g"] * 3, range(3), estimator=estimator, known_rewards=[known] * 3
-    )
+    made = normalize_group_rewards([1.0, reward, 0.0], ["g"] * 3, range(3), estimator=estimator, known_rewards=[known] * 3)
     assert made.missing == [1] and made.values[1] == 0.0
     assert made.values[::2] == pytest.approx([by_hand(list(known), own, estimator) for own in (1.0, 0.0)])
 

@@ -52,5 +52,3 @@ async def test_a_run_moves_its_own_bound_within_its_envelope_and_no_sample_waits
         assert max(ages) <= admitted, f"step {step.step}: a sample that had ended waited past the bounds {bounds[-4:]}"
         assert record.knobs["lr"] == (0.5 if step.step >= PLANNED else 1e-6)
     assert len(set(bounds)) > 1
-
-

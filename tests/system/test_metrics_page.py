@@ -26,9 +26,7 @@ SMALL = {"num_rollout": 3, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "
 def section(page: str, head: str) -> list[str]:
     """Names in the first cells of the tables below a heading."""
     body = page.partition(f"## {head}\n")[2].partition("\n## ")[0]
-    return [
-        name for cell in re.findall(r"^\| (`[^|]+) \|", body, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cell)
-    ]
+    return [name for cell in re.findall(r"^\| (`[^|]+) \|", body, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cell)]
 
 
 def pattern(name: str) -> re.Pattern[str]:

@@ -17,6 +17,7 @@ from tests.engine.conftest import engine_process
 
 pytestmark = pytest.mark.timeout(1200)
 
+
 def as_fp8(source: Path, target: Path) -> Path:
     """A copy of a model directory, quantised in blocks that no shape is a multiple of."""
     shutil.copytree(source, target)

@@ -90,4 +90,3 @@ def test_a_first_step_that_cannot_be_trained_or_fails_its_self_check_ends_the_ru
     run.start()
     assert run.join(seconds=PATIENCE_S) == 0, run.story()
     judge(run)
-

@@ -1,6 +1,6 @@
 """A transport of a user's own, whole: each version as one file, which every worker copies, verifies, and loads from its copy.
 
-    miles-async train --update-weight-transport tests/trainer/own_transport.py:KIND ...
+miles-async train --update-weight-transport tests/trainer/own_transport.py:KIND ...
 """
 
 from __future__ import annotations

@@ -114,9 +114,7 @@ def test_the_first_rollouts_may_be_the_critics_alone(make_backend: Backend, make
 
 
 @pytest.mark.parametrize("broken", ["critic", "policy"])
-def test_a_gradient_of_either_that_is_not_finite_moves_neither(
-    broken: str, make_backend: Backend, make_batch: Batch
-) -> None:
+def test_a_gradient_of_either_that_is_not_finite_moves_neither(broken: str, make_backend: Backend, make_batch: Batch) -> None:
     backend = make_backend(objective=PPO)
     critic = backend.core.critic
     assert critic is not None
@@ -178,9 +176,7 @@ def test_a_checkpoint_without_a_critic_or_with_a_damaged_one_is_refused(
     assert backend.weights_hash() == before
 
 
-def test_a_head_of_another_shape_is_refused(
-    tmp_path: Path, critic_dir: Path, make_backend: Backend
-) -> None:
+def test_a_head_of_another_shape_is_refused(tmp_path: Path, critic_dir: Path, make_backend: Backend) -> None:
     tensors = load_file(critic_dir / "model.safetensors") | {"score.weight": torch.zeros(2, 32)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((critic_dir / "config.json").read_bytes())

@@ -91,17 +91,13 @@ def test_the_student_comes_nearer_to_its_teacher(models: dict[str, Path], make_b
     assert distances[-1] < 0.5 * distances[0], distances
 
 
-def test_a_teacher_equal_to_the_student_teaches_nothing(
-    models: dict[str, Path], make_backend: Backend, make_batch: Batch
-) -> None:
+def test_a_teacher_equal_to_the_student_teaches_nothing(models: dict[str, Path], make_backend: Backend, make_batch: Batch) -> None:
     same = make_backend(objective=OPD, opd_teacher_load=str(models["qwen3"]))
     result = same.train_step(make_batch(4)).metrics
     assert result["train/opd_reverse_kl"] == 0.0 and result["train/loss"] == 0.0 and result["train/grad_norm"] == 0.0
 
 
-def test_rewards_play_no_part_in_pure_distillation(
-    models: dict[str, Path], make_backend: Backend, make_batch: Batch
-) -> None:
+def test_rewards_play_no_part_in_pure_distillation(models: dict[str, Path], make_backend: Backend, make_batch: Batch) -> None:
     hashes = set()
     for reward in (0.0, 1.0, None):
         backend, batch = make_backend(objective=OPD, opd_teacher_load=str(models["qwen3_wide"])), make_batch(4)
@@ -112,9 +108,7 @@ def test_rewards_play_no_part_in_pure_distillation(
     assert len(hashes) == 1
 
 
-def test_teachers_log_probs_may_come_with_the_samples(
-    models: dict[str, Path], make_backend: Backend, make_batch: Batch
-) -> None:
+def test_teachers_log_probs_may_come_with_the_samples(models: dict[str, Path], make_backend: Backend, make_batch: Batch) -> None:
     given = make_batch(5)
     teacher = AutoModelForCausalLM.from_pretrained(models["qwen3_wide"])
     for s in given.samples:
@@ -144,9 +138,7 @@ def test_no_teacher_at_all_is_an_error_and_changes_nothing(
     assert backend.weights_hash() == before
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(
-    tmp_path: Path, make_backend: Backend
-) -> None:
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, make_backend: Backend) -> None:
     AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPE, "vocab_size": 48})).save_pretrained(tmp_path)
     with pytest.raises(Refused, match="48 tokens in its vocabulary, the policy has 40") as refusal:
         make_backend(objective=OPD, opd_teacher_load=str(tmp_path))

@@ -51,9 +51,7 @@ BAD = [
 
 def config(field: str, name: str, **more: Any) -> ObjectiveConfig:
     """Settings with one hook, the correction on where it is the hook's."""
-    return objective_of(
-        **{"proximal": "current", "correction": "tis" if field == TIS else "none", field: HERE + name, **more}
-    )
+    return objective_of(**{"proximal": "current", "correction": "tis" if field == TIS else "none", field: HERE + name, **more})
 
 
 def loss_of(cfg: ObjectiveConfig) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -26,9 +26,7 @@ def answers(policy: Policy, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dic
 
 
 @pytest.mark.parametrize(("temperatures", "again"), [((1.0,), False), ((0.7, 1.3), False), ((1.0,), True)])
-def test_it_is_the_same_function(
-    models: dict[str, Path], make_batch: Batch, temperatures: tuple[float, ...], again: bool
-) -> None:
+def test_it_is_the_same_function(models: dict[str, Path], make_batch: Batch, temperatures: tuple[float, ...], again: bool) -> None:
     batch = make_batch(3, temperatures=temperatures)
     plain = load_policy(str(models["qwen3"]), trainable=True)
     matched = MatchedPolicy(load_policy(str(models["qwen3"]), trainable=True, gradient_checkpointing=again).hf, FORMULAS)

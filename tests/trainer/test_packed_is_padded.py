@@ -29,9 +29,7 @@ def padded_logprobs(model: torch.nn.Module, batch: StepBatch) -> tuple[torch.Ten
     logps, entropies = [], []
     for row, s in enumerate(batch.samples):
         a, b = len(s.prompt_tokens), len(s.prompt_tokens) + len(s.response_tokens)
-        logp, entropy = token_logprobs(
-            logits[row, a - 1 : b - 1], ids[row, a:b], temperature=s.temperature, with_entropy=True
-        )
+        logp, entropy = token_logprobs(logits[row, a - 1 : b - 1], ids[row, a:b], temperature=s.temperature, with_entropy=True)
         assert entropy is not None
         logps.append(logp)
         entropies.append(entropy)
@@ -76,9 +74,7 @@ def test_gradient_of_packed_equals_gradient_of_padded(
         assert (grad - want).abs().max() <= 1e-5 * max(1.0, float(want.abs().max())), name
 
 
-def test_samples_do_not_see_each_other(
-    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
-) -> None:
+def test_samples_do_not_see_each_other(make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]) -> None:
     batch = make_batch(8)
     policy = make_backend().core.policy
     packed = PackedBatch(batch.samples)

@@ -104,9 +104,7 @@ def test_two_ranks_that_slept_train_as_if_they_had_not(
     assert hashes[0] == hashes[1]
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"max_tokens_per_gpu": 48}, {"use_dynamic_batch_size": False, "micro_batch_size": 2}]
-)
+@pytest.mark.parametrize("sizes", [{"max_tokens_per_gpu": 48}, {"use_dynamic_batch_size": False, "micro_batch_size": 2}])
 def test_balancing_moves_work_and_changes_no_gradient(
     sizes: dict[str, Any], pair: TorchBackend, make_config: Config, make_backend: Backend, make_batch: Batch
 ) -> None:

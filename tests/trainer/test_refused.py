@@ -21,9 +21,7 @@ def _token(value: int) -> Callable[[Any], None]:
     return bend
 
 
-@pytest.mark.parametrize(
-    "bend", [_token(VOCAB), _token(-1)], ids=["above", "below"]
-)
+@pytest.mark.parametrize("bend", [_token(VOCAB), _token(-1)], ids=["above", "below"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_sample_that_fits_nothing_is_refused_and_found(
     bend: Callable[[Any], None], steps: int, make_backend: BackendMaker, make_batch: BatchMaker

@@ -49,9 +49,7 @@ def recorded(step: int, **knobs: float) -> RecordedBatch:
 
     names = [f"g{step}-{k}" for k in range(3)]
     groups = tuple(GroupKept(group_id=g, prompt_id="p", samples=tuple(one(g, i) for i in range(3))) for g in names)
-    done = StepDone(
-        step=step, version=PolicyVersion(step + 1, step), trained_on=PolicyVersion(step, step - 1), groups=tuple(names)
-    )
+    done = StepDone(step=step, version=PolicyVersion(step + 1, step), trained_on=PolicyVersion(step, step - 1), groups=tuple(names))
     return RecordedBatch(done=done, groups=groups, knobs=knobs)
 
 
@@ -83,9 +81,7 @@ async def test_the_runs_side_is_what_the_run_had_and_the_shadows_update_changes_
         assert row["run"] == {name: batch.done.metrics[name] for name in row["run"]}, "bit for bit, three steps long"
         assert row["run"]["train/grad_norm"] != row["shadow"]["train/grad_norm"]
     async with Losses(config, other, ranks=1, library="torch", saves=tmp_path, own=own) as alone:
-        assert await alone.compare(run[2]) == rows[2:], (
-            "steps before it do not matter: a step begins at the run's weights"
-        )
+        assert await alone.compare(run[2]) == rows[2:], "steps before it do not matter: a step begins at the run's weights"
     assert losses.paired.groups == 3 and "train/grad_norm" in losses.more()["metrics"]
 
 

@@ -168,9 +168,7 @@ def test_a_checkpoint_with_a_broken_file_is_refused_before_anything_changes(
     assert before == (backend.weights_hash(), hash_tensors(state_of(backend)[OPTIMIZER]), backend.core.optimizer.steps)
 
 
-def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
-    tmp_path: Path, make_backend: Backend, make_batch: Batch
-) -> None:
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path, make_backend: Backend, make_batch: Batch) -> None:
     backend = make_backend()
     backend.train_step(make_batch(0))
     saved(backend, tmp_path / "c")
@@ -183,9 +181,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
         backend.load(tmp_path / "nowhere")
 
 
-def test_pickled_weights_and_unknown_models_are_refused(
-    tmp_path: Path, models: dict[str, Path], make_backend: Backend
-) -> None:
+def test_pickled_weights_and_unknown_models_are_refused(tmp_path: Path, models: dict[str, Path], make_backend: Backend) -> None:
     for name, change in (("pickled", {}), ("unknown", {"model_type": "gpt2"})):
         directory = tmp_path / name
         directory.mkdir()
@@ -199,9 +195,7 @@ def test_pickled_weights_and_unknown_models_are_refused(
         del models[name]
 
 
-def test_a_model_directory_without_all_tensors_is_refused(
-    tmp_path: Path, models: dict[str, Path], make_backend: Backend
-) -> None:
+def test_a_model_directory_without_all_tensors_is_refused(tmp_path: Path, models: dict[str, Path], make_backend: Backend) -> None:
     tensors = load_file(models["qwen3"] / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     (tmp_path / "config.json").write_bytes((models["qwen3"] / "config.json").read_bytes())

@@ -71,9 +71,7 @@ def test_a_field_that_the_objective_needs_and_nobody_has_is_an_error(make_backen
 
 
 @pytest.mark.parametrize("model", ["qwen3", "llama"])
-def test_kl_to_the_frozen_reference_is_exactly_zero_at_step_one(
-    model: str, make_backend: Backend, make_batch: Batch
-) -> None:
+def test_kl_to_the_frozen_reference_is_exactly_zero_at_step_one(model: str, make_backend: Backend, make_batch: Batch) -> None:
     backend = make_backend(model, objective={"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"})
     first, second = (backend.train_step(make_batch(k, step=k)).metrics["train/kl_loss"] for k in (0, 1))
     assert first == 0.0 and second > 0.0
@@ -163,9 +161,7 @@ def test_clipping_bounds_the_update_not_the_report(make_backend: Backend, make_b
     free = backend.train_step(make_batch(1, clip_grad=0.0, lr=0.0)).metrics["train/grad_norm"]
     held = backend.train_step(make_batch(1, clip_grad=free / 2, lr=0.0)).metrics["train/grad_norm"]
     grads = [p.grad for p in backend.core.weights.params.values() if p.grad is not None]
-    assert held == pytest.approx(free) and float(torch.nn.utils.get_total_norm(grads)) == pytest.approx(
-        free / 2, rel=1e-4
-    )
+    assert held == pytest.approx(free) and float(torch.nn.utils.get_total_norm(grads)) == pytest.approx(free / 2, rel=1e-4)
 
 
 def test_the_token_budget_does_not_change_the_step(make_backend: Backend, make_batch: Batch) -> None:

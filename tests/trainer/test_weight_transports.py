@@ -35,12 +35,8 @@ from tests.warm.launched import Warmed, open_warm
 META = TensorMeta("a", "bfloat16", (2, 3))
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.sampled_from(["bfloat16", "float32"])), max_size=40), st.integers(1, 100)
-)
-def test_buckets_keep_all_tensors_in_order_of_their_type_and_within_the_limit(
-    items: list[tuple[int, str]], limit: int
-) -> None:
+@given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from(["bfloat16", "float32"])), max_size=40), st.integers(1, 100))
+def test_buckets_keep_all_tensors_in_order_of_their_type_and_within_the_limit(items: list[tuple[int, str]], limit: int) -> None:
     tensors = [(f"t{i}", torch.empty(size, dtype=getattr(torch, dtype))) for i, (size, dtype) in enumerate(items)]
     buckets = [list(bucket) for bucket in bucketed(tensors, limit)]
     for dtype in (torch.bfloat16, torch.float32):

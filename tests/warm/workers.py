@@ -41,9 +41,7 @@ def collected(arguments: Sequence[str]) -> Iterator[str]:
         told = json.dumps({"listener": listener.fileno(), "path": sys.path, "arguments": [*arguments, *ALONE]})
         words = [sys.executable, __file__, told]
         nowhere = subprocess.DEVNULL  # what is wrong with the tests, the workers say
-        process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, pass_fds=[listener.fileno()]
-        )
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, pass_fds=[listener.fileno()])
         listener.close()  # when that process is no more, nobody listens
         with process:
             yield shlex.join([sys.executable, "-I", "-S", str(HERE / "worker.py"), path])

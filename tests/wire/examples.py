@@ -52,9 +52,7 @@ TASK = SampleTask(
     prompt_text="6 × 7 =",
     rm_type="math",
     metadata={"level": 3, "tags": ["a", None, True], "share": 0.5},
-    sampling=Sampling(
-        temperature=0.75, top_p=0.5, top_k=20, max_new_tokens=64, stop_token_ids=(2, 151645), seed=2147483647
-    ),
+    sampling=Sampling(temperature=0.75, top_p=0.5, top_k=20, max_new_tokens=64, stop_token_ids=(2, 151645), seed=2147483647),
     attempt=1,
     knob_epoch=3,
     step=5,

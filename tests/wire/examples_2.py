@@ -99,14 +99,10 @@ EXAMPLES: tuple[Message, ...] = (
     _more(Parked, journal=JOURNAL),
     _more(PrefixResume, journal=JOURNAL),
     _more(Scored, teacher_logprobs=pack_floats([-0.5, -1.0]), answer="7", reward_version=2),
-    GroupKept(
-        group_id="g0000042", prompt_id="p17", samples=(SCORED,), knob_epoch=3, part="g0000042+1", known=(1.0, 0.25, -0.5)
-    ),
+    GroupKept(group_id="g0000042", prompt_id="p17", samples=(SCORED,), knob_epoch=3, part="g0000042+1", known=(1.0, 0.25, -0.5)),
     Turned(step=5, version=7),
     _more(GroupVerdict, members=(1, 3), lives=(LIFE,)),
-    GroupsGivenUp(
-        groups=(("g0000039", "stale"),), prompts=("p2",), reissue=True, samples=("g0000039/0", "g0000039/1")
-    ),
+    GroupsGivenUp(groups=(("g0000039", "stale"),), prompts=("p2",), reissue=True, samples=("g0000039/0", "g0000039/1")),
     SamplesTrained(
         step=4,
         samples=(LIFE,),
@@ -114,9 +110,7 @@ EXAMPLES: tuple[Message, ...] = (
     _more(Restored, samples=("g0000041/0",)),
     _more(Turn, boots=True),
     _more(StepDone, lives=pack_ints([0, 812, 4031, 12])),
-    PolicyActive(
-        version=VERSION, serving={"w1": 7, "w2": -1}, slots={"w1": 48}, masked_fraction=0.0625, masked_step=5
-    ),
+    PolicyActive(version=VERSION, serving={"w1": 7, "w2": -1}, slots={"w1": 48}, masked_fraction=0.0625, masked_step=5),
     Send(version=VERSION, transport="nccl", seats=(Seat("w1", 2, "host-a", "1700000000000-0"),), attempt=2),
     SendFailed(version=VERSION, workers=("w1", "w2"), text="w2 left before it was sent"),
     _more(WeightsReady, manifest=WeightManifest(transport="nccl", n_tensors=3, n_bytes=46, plan="redis:ab:9", host="h"), attempt=1),
@@ -146,8 +140,12 @@ EXAMPLES: tuple[Message, ...] = (
         plan=3,
     ),
     EnvironmentCall(
-        asked="generation-0-1f2e-7", sample_id="g0000042/1", task=b"\x80", actions=(b"\x05", b"\xa2up"),
-        told=b"digest_of_12", over=True
+        asked="generation-0-1f2e-7",
+        sample_id="g0000042/1",
+        task=b"\x80",
+        actions=(b"\x05", b"\xa2up"),
+        told=b"digest_of_12",
+        over=True,
     ),
     EnvironmentAnswer(asked="generation-0-1f2e-7", sample_id="g0000042/1", answer=b"\x05", error="it died", differs=True),
     _more(EvalDone, versions={7: 900, 8: 100}, asked=4, error="2 of 200 samples were lost: poison"),

@@ -71,9 +71,7 @@ def test_every_message_has_an_example_with_golden_bytes() -> None:
 def test_an_example_leaves_no_field_at_its_default(example: Message) -> None:
     for field in msgspec.structs.fields(example):
         if field.name != "schema":
-            assert getattr(example, field.name) not in (field.default, field.default_factory), (
-                f"{tag_of(example)}.{field.name}"
-            )
+            assert getattr(example, field.name) not in (field.default, field.default_factory), f"{tag_of(example)}.{field.name}"
 
 
 @pytest.mark.parametrize(("golden", "tag"), [(g, t) for g in (OLD, NEW) for t in sorted(g)], ids=lambda v: str(v)[:30])

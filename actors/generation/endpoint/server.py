@@ -181,7 +181,13 @@ class Endpoint:
         return web.json_response(head_of(self._model, number, "chat.completion") | {"choices": choices, "usage": usage})
 
     async def _answer(
-        self, episode: Episode, body: ChatBody, place: CallPlace, sampling: Sampling, number: int, index: int,
+        self,
+        episode: Episode,
+        body: ChatBody,
+        place: CallPlace,
+        sampling: Sampling,
+        number: int,
+        index: int,
         stream: AnswerStream | None,
     ) -> tuple[Segment, Message]:
         """One turn of the model, and the message it is for the client."""

@@ -68,9 +68,7 @@ class ToolLoop:
         for many in sorted({len(calls), 1}, reverse=True):
             old = [ASKED, {**said[0], "tool_calls": [call for one in said[:many] for call in one["tool_calls"]]}]
             try:
-                return self._chat.follow(
-                    old, [*old, *told], made.tokens, self._toolbox.specs, stops=task.sampling.stop_token_ids
-                )
+                return self._chat.follow(old, [*old, *told], made.tokens, self._toolbox.specs, stops=task.sampling.stop_token_ids)
             except BadChat:
                 if many == 1:
                     raise

@@ -163,5 +163,3 @@ def _found(before: list[int], run: list[int], turns: list[AnsweredCall]) -> Answ
 def _encodable(metadata: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """What the function added to the sample's metadata."""
     return {key: value for key, value in metadata.items() if key not in before or before[key] != value}
-
-

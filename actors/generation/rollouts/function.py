@@ -346,6 +346,7 @@ class RolloutFunction:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Its address and its process, as long as this is open."""
+
         @web.middleware
         async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
             listener.admit(request)  # the function's own calls to engines show no key: a whole request will do

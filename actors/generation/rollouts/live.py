@@ -146,9 +146,7 @@ class Live:
     def left(self) -> int:
         return max(0, self._running.remaining)
 
-    async def generate(
-        self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None
-    ) -> Segment:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None) -> Segment:
         running, no = self._running, await self._number()
         asked = list(tokens)
         if asked != running.prompt:
@@ -202,9 +200,7 @@ class Live:
             self._world = World(self, t.sample_id, task, self._worlds.ask, again, deadline_s=self._worlds.deadline_s)
         return self._world
 
-    async def tell(
-        self, name: str, call: Callable[..., Awaitable[Any] | Any], *args: Any, deadline_s: float = 60.0
-    ) -> Any:
+    async def tell(self, name: str, call: Callable[..., Awaitable[Any] | Any], *args: Any, deadline_s: float = 60.0) -> Any:
         running, no = self._running, await self._number()
         digest = digest_of(name.encode(), msgspec.msgpack.encode(args))
         known = running.told.get(no)

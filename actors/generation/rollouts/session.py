@@ -121,9 +121,7 @@ class Session(Protocol):
         """Tokens of the model that the sample's `max_new_tokens` still leaves."""
         ...
 
-    async def generate(
-        self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None
-    ) -> Segment:
+    async def generate(self, tokens: Sequence[int], sampling: Sampling | None = None, *, watch: Watch | None = None) -> Segment:
         """One turn of the model behind `tokens`, which are all it sees. Leases, weight updates, dead engines and requests that
         break off on the way are the session's business.
 
@@ -139,9 +137,7 @@ class Session(Protocol):
         """
         ...
 
-    async def tell(
-        self, name: str, call: Callable[..., Awaitable[Any] | Any], *args: Any, deadline_s: float = 60.0
-    ) -> Any:
+    async def tell(self, name: str, call: Callable[..., Awaitable[Any] | Any], *args: Any, deadline_s: float = 60.0) -> Any:
         """Ask the environment: `await call(*args)` (a plain function runs in a thread), and what it returned, kept in the journal.
         What the model said so far is saved before it. Killed in between, the call is made again: once or more, never after its
         answer was saved. Arguments and answer must be encodable (msgpack); the answer comes as it is read back.

@@ -44,9 +44,7 @@ class CostModel:
         return tokens * (self.linear + tokens * self.quadratic) + responses * self.head
 
     @staticmethod
-    def of_shape(
-        *, hidden: int, layers: int, ffn: int, vocab: int, heads: int, kv_heads: int, head_dim: int
-    ) -> CostModel:
+    def of_shape(*, hidden: int, layers: int, ffn: int, vocab: int, heads: int, kv_heads: int, head_dim: int) -> CostModel:
         """Dense decoder with a gated feed-forward and causal attention. Per token and layer: queries and output
         2 hidden heads head_dim, keys and values 2 hidden kv_heads head_dim, feed-forward 3 hidden ffn. Per pair of
         tokens and layer, half of the pairs masked: heads head_dim. Per response token: hidden vocab."""
@@ -119,9 +117,7 @@ def _static(samples: int, size: int, dp_size: int, align: int, balance: Balance,
     return tuple(tuple(chunks[b] for b in rank) for rank in dealt)
 
 
-def _dynamic(
-    lengths: Sequence[int], cap: int, dp_size: int, align: int, balance: Balance, work: Sequence[float]
-) -> Dealt:
+def _dynamic(lengths: Sequence[int], cap: int, dp_size: int, align: int, balance: Balance, work: Sequence[float]) -> Dealt:
     bins = split_to_multiple(pack(lengths, cap, align), lengths, align)
     if balance != "none":
         bins = spread(lengths, len(bins), cap, work) or bins

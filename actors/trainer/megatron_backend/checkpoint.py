@@ -114,9 +114,7 @@ def load_sharded(
     small = TorchCommonLoadStrategy() if optimizer is not None or with_extra else _Unopened()
     try:
         with torch.serialization.safe_globals(SAFE_GLOBALS):
-            loaded = dist_checkpointing.load(
-                state, str(directory), common_strategy=small, validate_access_integrity=False
-            )
+            loaded = dist_checkpointing.load(state, str(directory), common_strategy=small, validate_access_integrity=False)
     except (CheckpointingException, CheckpointException, NotPlain, KeyError, RuntimeError) as err:
         raise Refused(f"{directory} can't be loaded: {str(err).splitlines()[-1]}") from err
     for key, chunk in _named(chunks):

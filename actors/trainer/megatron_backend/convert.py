@@ -114,9 +114,7 @@ def _write(tensors: Iterable[tuple[str, Tensor]], target: Path) -> int:
     parts: list[list[str]] = []
     size = 0
     for bucket in bucketed(tensors, SHARD_BYTES):
-        save_file(
-            {name: t.contiguous() for name, t in bucket}, target / f"{len(parts)}.part", metadata={"format": "pt"}
-        )
+        save_file({name: t.contiguous() for name, t in bucket}, target / f"{len(parts)}.part", metadata={"format": "pt"})
         parts.append([name for name, _ in bucket])
         size += sum(t.numel() * t.element_size() for _, t in bucket)
     files = [f"model-{k + 1:05d}-of-{len(parts):05d}.safetensors" for k in range(len(parts))]

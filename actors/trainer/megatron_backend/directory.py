@@ -32,9 +32,7 @@ def index(directory: str | Path, arch: Architecture) -> dict[str, Path]:
     architecture, or where there are only pickles."""
     folder = Path(directory)
     if "quantization_config" in (arch.config or {}):
-        raise Refused(
-            f"{directory} holds quantised weights (quantization_config in config.json); give the directory in bfloat16"
-        )
+        raise Refused(f"{directory} holds quantised weights (quantization_config in config.json); give the directory in bfloat16")
     listed = folder / "model.safetensors.index.json"
     if listed.is_file():
         names = {name: folder / file for name, file in json.loads(listed.read_bytes())["weight_map"].items()}
@@ -43,9 +41,7 @@ def index(directory: str | Path, arch: Architecture) -> dict[str, Path]:
     if not names:
         pickled = next(folder.glob("*.bin"), None)
         why = (
-            f"{pickled.name} is a pickle, which could run code; convert it to safetensors first"
-            if pickled
-            else "no *.safetensors"
+            f"{pickled.name} is a pickle, which could run code; convert it to safetensors first" if pickled else "no *.safetensors"
         )
         raise Refused(f"{directory} holds no weights that can be read: {why}")
     if absent := sorted({path.name for path in names.values() if not path.is_file()}):

@@ -110,9 +110,7 @@ def _take(part: DistributedOptimizer, state: dict[int, Any]) -> None:
         part.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
-def _pieces(
-    base: ShardedTensor | ShardedTensorFactory, start: int, stop: int
-) -> Iterator[tuple[ShardedTensor, int, Shape, Shape]]:
+def _pieces(base: ShardedTensor | ShardedTensorFactory, start: int, stop: int) -> Iterator[tuple[ShardedTensor, int, Shape, Shape]]:
     """The range [start, stop) of a flattened parameter as boxes: (the checkpoint's tensor it is in, where the box begins in the
     range, its offsets in that tensor's local part, its sizes). A factory makes several tensors of one parameter, each of a run of
     its elements; which run, its views of a tensor without data tell."""

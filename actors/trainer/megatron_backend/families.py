@@ -58,9 +58,7 @@ def glm4(c: ConfigReader) -> Architecture:
         **c.rotary(),
         "partial_rotary_factor": c.get("partial_rotary_factor", c.rotary().get("partial_rotary_factor", 0.5)),
     }
-    return c.dense(
-        rules, transformer={"add_qkv_bias": bias, "rotary_interleaved": True}, post_norms=True, rotary=rotary
-    )
+    return c.dense(rules, transformer={"add_qkv_bias": bias, "rotary_interleaved": True}, post_norms=True, rotary=rotary)
 
 
 def glm4_moe(c: ConfigReader) -> Architecture:
@@ -185,9 +183,7 @@ def _sigmoid_experts(c: ConfigReader, pattern: list[int]) -> dict[str, Any]:
 
 
 def _latent(c: ConfigReader) -> list[mapping.Rule]:
-    return mapping.latent_attention(
-        q_rank=c.config.get("q_lora_rank"), kv_rows=c["kv_lora_rank"] + c["qk_rope_head_dim"]
-    )
+    return mapping.latent_attention(q_rank=c.config.get("q_lora_rank"), kv_rows=c["kv_lora_rank"] + c["qk_rope_head_dim"])
 
 
 def _latent_config(c: ConfigReader) -> dict[str, Any]:
@@ -235,9 +231,7 @@ def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Archit
     """The architecture that a config.json describes. Raises Refused with the reason where Megatron can't train it."""
     family = str(config.get("model_type"))
     if family in REFUSED:
-        raise Refused(
-            f"{where}: {family} can't be trained: {REFUSED[family]}; families are {', '.join(FAMILIES)}"
-        )
+        raise Refused(f"{where}: {family} can't be trained: {REFUSED[family]}; families are {', '.join(FAMILIES)}")
     if family not in FAMILIES:
         raise Refused(f"{where}: the Megatron backend knows {', '.join(FAMILIES)}, not model_type {family!r}")
     for key in SIZES:

@@ -69,11 +69,7 @@ def compare(flags: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         return []
     arch = describe(config)
     known = facts(arch)
-    return [
-        line
-        for flag, value in given.items()
-        if flag in known and (line := _differs(flag, value, known[flag], arch.layers))
-    ]
+    return [line for flag, value in given.items() if flag in known and (line := _differs(flag, value, known[flag], arch.layers))]
 
 
 def fields_against(given: Mapping[str, Any], arch: Architecture) -> list[str]:
@@ -95,8 +91,10 @@ def _differs(flag: str, value: Any, said: Any, layers: int) -> str:
     if flag == "moe_layer_freq":
         value = layer_pattern(str(value), layers)
     said = list(said) if isinstance(said, tuple) else said
-    if value == said or (said is None and value == NEUTRAL.get(flag, said)) or (
-        isinstance(value, float) and isinstance(said, float | int) and abs(value - said) <= 1e-9 * abs(said)
+    if (
+        value == said
+        or (said is None and value == NEUTRAL.get(flag, said))
+        or (isinstance(value, float) and isinstance(said, float | int) and abs(value - said) <= 1e-9 * abs(said))
     ):
         return ""
     there = "config.json has no such thing" if said in (None, False) else f"config.json says {said!r}"

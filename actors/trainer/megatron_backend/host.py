@@ -29,9 +29,7 @@ class _NoRandomStates:
 
     def set_states(self, states: dict[str, Any]) -> None:
         if states:
-            raise ValueError(
-                f"random states of {sorted(states)} were saved on a GPU and can't be restored on a host without one"
-            )
+            raise ValueError(f"random states of {sorted(states)} were saved on a GPU and can't be restored on a host without one")
 
 
 def prepare() -> torch.device:

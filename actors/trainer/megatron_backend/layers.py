@@ -139,9 +139,7 @@ def changes_of(arch: Architecture, expert_kernel: str) -> list[Callable[[Any], A
 def layer_specs(config: TransformerConfig, stage: int | None = None) -> TransformerBlockSubmodules:
     """Megatron's layers for this stage: Transformer Engine's where it can run, else plain torch."""
     engine = config.transformer_impl == "transformer_engine"
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage
-    )
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=stage)
     if not engine:
         block.layer_norm = RMSNorm
         for layer in block.layer_specs:

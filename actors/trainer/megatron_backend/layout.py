@@ -101,12 +101,8 @@ def refusals(layout: RankLayout, shape: ModelShape) -> list[str]:
 def _stages(layout: RankLayout, shape: ModelShape) -> list[str]:
     pp, vpp, layers = layout.pp, layout.vpp, shape.layers
     if vpp > 1 and pp == 1:
-        return [
-            f"{_NAMES['virtual_pipeline']}={vpp}: chunks need a pipeline; use 1, or {_NAMES['pipeline']} of 2 or more"
-        ]
-    own = {
-        f"num_layers_in_{which}_pipeline_stage": n for which, n in (("first", layout.first), ("last", layout.last)) if n
-    }
+        return [f"{_NAMES['virtual_pipeline']}={vpp}: chunks need a pipeline; use 1, or {_NAMES['pipeline']} of 2 or more"]
+    own = {f"num_layers_in_{which}_pipeline_stage": n for which, n in (("first", layout.first), ("last", layout.last)) if n}
     if not own and layers % pp == 0:
         return _cut("virtual_pipeline", vpp, layers // pp, "layers of a stage")
     if not own:
@@ -126,13 +122,9 @@ def _experts(layout: RankLayout, shape: ModelShape) -> list[str]:
     ep, etp, stage = layout.ep, layout.expert_tp, layout.world // layout.pp
     if not shape.experts:
         return [f"{_NAMES['expert']}={ep}: the model has no experts; use 1"] if ep > 1 else []
-    blocks = (
-        stage // etp if layout.world % layout.pp == 0 and stage % etp == 0 else 0
-    )  # ranks without rest are another rule's
+    blocks = stage // etp if layout.world % layout.pp == 0 and stage % etp == 0 else 0  # ranks without rest are another rule's
     fits = _divisors(gcd(blocks, shape.experts))
-    said = _cut("expert", ep, shape.experts, "experts", fits) or _cut(
-        "expert", ep, blocks, "blocks of ranks of a stage", fits
-    )
+    said = _cut("expert", ep, shape.experts, "experts", fits) or _cut("expert", ep, blocks, "blocks of ranks of a stage", fits)
     if said and etp > 1 and shape.experts % ep == 0 and layout.world % (layout.pp * ep) == 0:  # whole experts on each rank do fit
         said = [f"{said[0]}, or expert_tensor_parallel_size of 1 (unset, it is tensor_model_parallel_size)"]
     ranks = stage if layout.world % layout.pp == 0 else 0

@@ -64,9 +64,7 @@ class HeadOf:
         whole: Any = layer.weight if weight is None else weight
         if self._tp.size() == 1 and not self._cap:  # the torch backend's, with its kernels
             real = whole if whole.shape[0] == self._vocab else whole[: self._vocab]
-            logp, entropy = token_head(
-                rows, real, micro.targets, micro.temperature, entropy_gradient=self.entropy_gradient
-            )
+            logp, entropy = token_head(rows, real, micro.targets, micro.temperature, entropy_gradient=self.entropy_gradient)
         else:
             logp, entropy = vocab_parallel_head(
                 rows, whole, micro.targets, micro.temperature, self._tp, vocab=self._vocab, cap=self._cap,

@@ -36,9 +36,7 @@ def weights(chunks: Sequence[Any], arch: Architecture) -> Iterator[Weight]:
         for name, tensor in _state(chunk):
             plain, layer, expert = canonical(name)
             if plain not in rules:
-                raise Refused(
-                    f"{arch.family}: parameter {name} has no Hugging Face name; the layer spec isn't the family's"
-                )
+                raise Refused(f"{arch.family}: parameter {name} has no Hugging Face name; the layer spec isn't the family's")
             yield rules[plain], layer + offset, expert + first, tensor
 
 
@@ -133,9 +131,7 @@ def export_hf(chunks: Sequence[Any], arch: Architecture) -> Iterator[tuple[str, 
         cut = WeightCut(rule, weight)
         local = weight.detach()
         if ".mlp.experts." not in rule.megatron:
-            yield from zip(
-                rule.names(layer, expert), _whole(rule, cut, _gather(local, cut.group, cut.n), arch), strict=True
-            )
+            yield from zip(rule.names(layer, expert), _whole(rule, cut, _gather(local, cut.group, cut.n), arch), strict=True)
             continue
         experts = parallel_state.get_expert_model_parallel_group()
         n = dist.get_world_size(experts)

@@ -210,9 +210,7 @@ def loss(cfg: ObjectiveConfig, mb: LossInputs, usable: Tensor, old_logp: Tensor)
         return _done(value, list(zip(given, leaves, strict=True)), usable, LOSS, cfg), metrics
 
 
-def _done(
-    value: Tensor, inputs: Sequence[tuple[Tensor, Tensor]], mask: Tensor, field: str, cfg: ObjectiveConfig
-) -> Tensor:
+def _done(value: Tensor, inputs: Sequence[tuple[Tensor, Tensor]], mask: Tensor, field: str, cfg: ObjectiveConfig) -> Tensor:
     """What a function of the user's made of copies ([T], the second of each pair), with its gradient by what they are copies of."""
     found: Sequence[Tensor | None] = (None,) * len(inputs)
     if value.requires_grad:

@@ -41,9 +41,7 @@ class TokenLoss:
     log_ratio: Tensor
 
 
-def ppo_clip(
-    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
-) -> tuple[Tensor, Tensor]:
+def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> tuple[Tensor, Tensor]:
     """L = max(-rA, -clip(r, 1-low, 1+high) A); clipped where the second is larger. arXiv 1707.06347.
 
     high > low is DAPO's clip-higher (arXiv 2503.14476). dual = c > 1 bounds the loss of A < 0 by -cA

@@ -108,9 +108,7 @@ def flash_attention_backward(
 
 
 @flash_attention.register_fake
-def _shapes(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, kernel: str
-) -> tuple[Tensor, Tensor]:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -148,9 +146,7 @@ def select(name: str, device: torch.device, dtype: torch.dtype) -> str:
         )
     lacks = _lacks_flash_3(device) if flash and name in ("auto", FLASH_3) else ""
     if name == FLASH_3 and lacks:
-        raise Refused(
-            f"attn_implementation={name} takes SGLang's kernels for Hopper: {lacks}. Install SGLang here, or use auto."
-        )
+        raise Refused(f"attn_implementation={name} takes SGLang's kernels for Hopper: {lacks}. Install SGLang here, or use auto.")
     _chosen = name if name != "auto" else SDPA if not flash else FLASH_2 if lacks else FLASH_3
     return _chosen
 
@@ -175,9 +171,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float) 
     """Attention by the chosen kernel; q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, H, Dv]; Dv other than D by padding."""
     if q.shape[-1] != v.shape[-1] or (kernel := kernel_of(q)) == SDPA:
         return padded_attention(q, k, v, layout, scale)
-    out, _ = flash_attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), layout.cu_seqlens, layout.longest, scale, kernel
-    )
+    out, _ = flash_attention(q.contiguous(), k.contiguous(), v.contiguous(), layout.cu_seqlens, layout.longest, scale, kernel)
     return out
 
 

@@ -39,9 +39,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Values of the R response tokens, float32 [R]."""
-        out = self.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
-        )
+        out = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout)
         hidden = out.last_hidden_state[0].index_select(0, batch.rows)
         return torch.mv(hidden.float(), self.score.weight[0].float())
 

@@ -33,9 +33,7 @@ def scheme_of(directory: str | Path) -> Fp8Scheme | None:
     except OSError:
         return None  # whoever loads the model says so
     except ValueError as error:
-        raise Refused(
-            f"{directory}: {error}. Give hf_checkpoint a plain (bfloat16) or block-scaled FP8 directory."
-        ) from error
+        raise Refused(f"{directory}: {error}. Give hf_checkpoint a plain (bfloat16) or block-scaled FP8 directory.") from error
 
 
 @torch.no_grad()

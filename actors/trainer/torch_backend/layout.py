@@ -59,9 +59,7 @@ class PackedBatch:
     """All tokens of a rollout batch on the host. Lengths in tokens, positions are those of `samples`. `routes`: their experts,
     where routers are told. `gallery`: their pictures, of a model that reads such."""
 
-    def __init__(
-        self, samples: Sequence[BatchSample], routes: Routes | None = None, gallery: Gallery | None = None
-    ) -> None:
+    def __init__(self, samples: Sequence[BatchSample], routes: Routes | None = None, gallery: Gallery | None = None) -> None:
         self.routes, self.gallery = routes, gallery
         self.prompt = np.array([len(s.prompt_tokens) for s in samples], dtype=np.int64)
         self.response = np.array([len(s.response_tokens) for s in samples], dtype=np.int64)

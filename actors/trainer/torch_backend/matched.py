@@ -113,8 +113,7 @@ class MatchedPolicy(Policy):
         config = hf.config
         if config.model_type != FAMILY:
             raise Refused(
-                f"log-probs equal to the engine's are implemented for {FAMILY}, not for {config.model_type!r}. "
-                "Leave that mode out."
+                f"log-probs equal to the engine's are implemented for {FAMILY}, not for {config.model_type!r}. Leave that mode out."
             )
         _check_rope(config)
         self._table = torch.empty(0)  # cosines and sines, made where the first batch is
@@ -155,9 +154,7 @@ class MatchedPolicy(Policy):
 
     def _norm(self, x: Tensor, module: Any) -> Tensor:
         eps = module.variance_epsilon
-        out: Tensor = _Exact.apply(
-            lambda x, w: self._kernels.norm(x, w, eps), lambda x, w: norm(x, w, eps), x, module.weight
-        )
+        out: Tensor = _Exact.apply(lambda x, w: self._kernels.norm(x, w, eps), lambda x, w: norm(x, w, eps), x, module.weight)
         return out
 
     def _attention(self, x: Tensor, module: Any, batch: MicroBatch) -> Tensor:

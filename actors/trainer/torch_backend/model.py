@@ -44,9 +44,7 @@ class Policy(nn.Module):
         return token_head(hidden, weight, batch.targets, batch.temperature, entropy_gradient=entropy_gradient)
 
     def _decoded(self, batch: MicroBatch) -> Any:
-        return self.hf.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
-        )
+        return self.hf.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -68,9 +66,7 @@ class SightedPolicy(Policy):
         seen = inner.visual(sight.pixels.to(x.dtype), grid_thw=sight.grids).pooler_output
         # Without a picture one of nothing is looked at and not shown: each rank's gradients have the same parts.
         x = x + 0 * seen.sum() if sight.at is None else x.index_copy(1, sight.at, seen[sight.of].to(x.dtype)[None])
-        return inner.language_model(
-            inputs_embeds=x, position_ids=sight.positions, use_cache=False, layout=batch.layout
-        )
+        return inner.language_model(inputs_embeds=x, position_ids=sight.positions, use_cache=False, layout=batch.layout)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -103,9 +99,7 @@ def _load(path: str, kind: Any, trainable: bool, gradient_checkpointing: bool) -
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise Refused(
-            f"{path} is not a model directory: {_first_line(error)} Give hf_checkpoint a local directory."
-        ) from error
+        raise Refused(f"{path} is not a model directory: {_first_line(error)} Give hf_checkpoint a local directory.") from error
     check_family(path, config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": path}
     if (scheme := fp8.scheme_of(path)) is not None:
@@ -119,9 +113,7 @@ def _load(path: str, kind: Any, trainable: bool, gradient_checkpointing: bool) -
     try:
         loaded: Any = kind.from_pretrained(**source, config=config, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise Refused(
-            f"the weights in {path} cannot be loaded: {_first_line(error)} Give safetensors of this model."
-        ) from error
+        raise Refused(f"the weights in {path} cannot be loaded: {_first_line(error)} Give safetensors of this model.") from error
     hf, info = loaded
     lost = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
     if lost:
@@ -145,9 +137,7 @@ def check_family(path: str, config: Any) -> None:
     if family not in FAMILIES:
         raise Refused(f"{path}: model_type {family!r} is not trained here. Use one of {', '.join(FAMILIES)}.")
     if "sliding_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
-        raise Refused(
-            f"{path}: sliding-window attention is not trained here. Set use_sliding_window=false in config.json."
-        )
+        raise Refused(f"{path}: sliding-window attention is not trained here. Set use_sliding_window=false in config.json.")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -157,9 +147,7 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def export_files(
-    path: str, hf: Any, dtype: torch.dtype, *, is_fp8: bool = False, with_tokenizer: bool = False
-) -> dict[str, bytes]:
+def export_files(path: str, hf: Any, dtype: torch.dtype, *, is_fp8: bool = False, with_tokenizer: bool = False) -> dict[str, bytes]:
     """What lies beside exported weights: config.json (with their type, and the source's quantisation where they have it) and,
     where the source has them, generation_config.json and, if asked for, tokenizer and chat template."""
     source = Path(path) / "config.json"

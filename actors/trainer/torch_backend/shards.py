@@ -67,7 +67,5 @@ class TorchShards:
             assert whole is not None
             return whole.to(device=like.device, dtype=like.dtype, copy=True)
         device: Any = like.device_mesh.device_type
-        full = (
-            torch.empty(like.shape, dtype=like.dtype, device=device) if whole is None else whole.to(device, like.dtype)
-        )
+        full = torch.empty(like.shape, dtype=like.dtype, device=device) if whole is None else whole.to(device, like.dtype)
         return distribute_tensor(full, like.device_mesh, like.placements)

@@ -120,11 +120,7 @@ def train_batch(core: Core, batch: StepBatch) -> StepResult:
     if core.config.save_debug_train_data:
         done = dump(core.config.save_debug_train_data, core.ranks.rank, batch, tally.seen)
         tally.undumped = int(core.ranks.total(torch.tensor([not done], dtype=torch.int64)))  # of all stages too
-    if (
-        tally.updates
-        and core.config.ref_update_interval
-        and (batch.step + 1) % core.config.ref_update_interval == 0
-    ):
+    if tally.updates and core.config.ref_update_interval and (batch.step + 1) % core.config.ref_update_interval == 0:
         core.refresh_reference()
     result = _result(core, packed, prepared, samples, plan, tally, rates, watch)
     # A first step that is done again may train on what lost weights made; nothing is to be expected of those.
@@ -187,9 +183,7 @@ def _old_actor_passes(core: Core, batch: StepBatch, packed: Packed, work: list[W
     return lost
 
 
-def _planned(
-    core: Core, config: BackendConfig, packed: Packed, trajectories: Sequence[Hashable]
-) -> tuple[RolloutPlan, list[Work]]:
+def _planned(core: Core, config: BackendConfig, packed: Packed, trajectories: Sequence[Hashable]) -> tuple[RolloutPlan, list[Work]]:
     """The plan of a rollout batch, and this rank's micro-batches of each step."""
     plan = plan_steps(
         config,

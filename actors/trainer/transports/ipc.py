@@ -27,9 +27,7 @@ class IpcSender:
     """Exports versions of one model to engines on this host. `tp_size`: handles each engine expects, one per rank; `workers`,
     `deadline_s`: see WeightPlan."""
 
-    def __init__(
-        self, *, tp_size: int = 1, buffers: FlatBuffers, workers: tuple[str, ...] = (), deadline_s: float = 60.0
-    ) -> None:
+    def __init__(self, *, tp_size: int = 1, buffers: FlatBuffers, workers: tuple[str, ...] = (), deadline_s: float = 60.0) -> None:
         self._workers, self._deadline_s = workers, deadline_s
         self._buffers = buffers
         self._tp_size = tp_size
@@ -50,9 +48,7 @@ class IpcSender:
             self._handles = [self._export(i) for i in range(len(self._buffers.flat))]
         pairs = zip(self._buffers.buckets, self._handles, strict=True)
         buckets = tuple(msgspec.structs.replace(b, handles=handles, quick=quick) for b, (handles, quick) in pairs)
-        return WeightPlan(
-            transport=IPC.name, buckets=buckets, workers=self._workers, deadline_s=self._deadline_s, whole=whole
-        )
+        return WeightPlan(transport=IPC.name, buckets=buckets, workers=self._workers, deadline_s=self._deadline_s, whole=whole)
 
     def _export(self, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Handles of a buffer for SGLang's own loader, and for ours inside SGLang."""

@@ -63,9 +63,7 @@ class Failures:
         """Once more. Raises ShadowEnds when it never works."""
         self._row += 1
         if self._row >= MOST_FAILED:
-            raise ShadowEnds(
-                f"{self._what} failed {self._row} times in a row, last {' '.join(text.split())[:300]}. Mend it."
-            )
+            raise ShadowEnds(f"{self._what} failed {self._row} times in a row, last {' '.join(text.split())[:300]}. Mend it.")
 
     def worked(self) -> None:
         self._row = 0

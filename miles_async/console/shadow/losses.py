@@ -36,8 +36,7 @@ from miles_async.settings.errors import SettingsError
 
 LOSS = "train/loss"
 SHOWN = tuple(
-    f"train/{name}"
-    for name in ("pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss", "grad_norm", "trained_tokens", "tis_clipfrac")
+    f"train/{name}" for name in ("pg_clipfrac", "ppo_kl", "kl_loss", "entropy_loss", "grad_norm", "trained_tokens", "tis_clipfrac")
 )
 MOST_BYTES = 2 << 30  # of a model's files; what is larger would take a CPU minutes a step, and eight times the memory
 
@@ -69,9 +68,7 @@ class Losses:
             rule = f"this loss cannot be compared here: {why}"
             raise SettingsError(rule, remedy="Without correction, KL and entropy it needs none.")
         self._backends: tuple[TrainBackend, ...] = ()
-        self._thread = ThreadPoolExecutor(
-            1, initializer=step_back
-        )  # backends want one, and signals are heard meanwhile
+        self._thread = ThreadPoolExecutor(1, initializer=step_back)  # backends want one, and signals are heard meanwhile
         self._at = 0  # updates inside the weights of the first backend
         self._folder = TemporaryDirectory(prefix="miles-async-shadow-")
         self.paired, self.metrics = Paired(), {name: Paired() for name in SHOWN}
@@ -105,9 +102,7 @@ class Losses:
         if found is None:
             self.left_out["no checkpoint leads to it"] += 1
             return []
-        both = {
-            name: (found[0][name], found[1][name]) for name in (LOSS, *SHOWN) if name in found[0] and name in found[1]
-        }
+        both = {name: (found[0][name], found[1][name]) for name in (LOSS, *SHOWN) if name in found[0] and name in found[1]}
         self.paired.add([both[LOSS]])
         for name, pair in both.items():
             if name != LOSS:
@@ -152,9 +147,7 @@ def _asks(cfg: ObjectiveConfig) -> bool:
 def _without_model(cfg: ObjectiveConfig, batch: StepBatch) -> dict[str, float]:
     """The step's metrics without a model: new log-probs are the engine's, and the ratio is 1."""
     changes = {name: batch.knobs[name] for name in ObjectiveConfig.__struct_fields__ if name in batch.knobs}
-    cfg = msgspec.structs.replace(
-        cfg, **changes, max_staleness=batch.knobs.get("max_weight_staleness", cfg.max_staleness)
-    )
+    cfg = msgspec.structs.replace(cfg, **changes, max_staleness=batch.knobs.get("max_weight_staleness", cfg.max_staleness))
     samples = [sample.train for sample in batch.samples]
     prepared = prepare_batch(cfg, samples, current_step=batch.step)
     norm = prepared.norm()

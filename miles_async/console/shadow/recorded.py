@@ -29,18 +29,14 @@ def batches(pattern: str | None) -> list[int]:
     if not pattern:
         return []
     before, _, after = Path(pattern).name.partition("{rollout_id}")
-    names = (
-        f.name[len(before) : len(f.name) - len(after)] for f in path_of(pattern, 1).parent.glob(f"{before}*{after}")
-    )
+    names = (f.name[len(before) : len(f.name) - len(after)] for f in path_of(pattern, 1).parent.glob(f"{before}*{after}"))
     return sorted(int(name) + 1 for name in names if name.isdecimal())
 
 
 class RecordedFiles:
     """A run's files; `pattern`: of recorded batches, None without. SettingsError when there is nothing."""
 
-    def __init__(
-        self, run_dir: Path, pattern: str | None, *, share: float, tokens: bool, unseen: Collection[str] = ()
-    ) -> None:
+    def __init__(self, run_dir: Path, pattern: str | None, *, share: float, tokens: bool, unseen: Collection[str] = ()) -> None:
         """`tokens`: texts alone do not do. `unseen`: words of special tokens, which texts have and rewards are not shown."""
         self._pattern, self._steps, self._share = pattern or "", batches(pattern), share
         self._texts = [file for file in (run_dir / OLDER, run_dir / FILE) if file.is_file()]
@@ -52,9 +48,7 @@ class RecordedFiles:
             why = f"{run_dir} has no {what}"
             raise SettingsError(why, remedy="Train with --save-debug-rollout-data FILE_{rollout_id}.")
         kept = "of what the run kept"
-        self.told = (
-            f"{len(self._steps)} recorded batches {kept}" if self._steps else f"{FILE}, texts {kept}, without metadata"
-        )
+        self.told = f"{len(self._steps)} recorded batches {kept}" if self._steps else f"{FILE}, texts {kept}, without metadata"
 
     async def units(self) -> AsyncGenerator[ShadowUnit]:
         """In the order of training; one file at a time is in memory."""

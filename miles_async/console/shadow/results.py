@@ -66,27 +66,19 @@ def last_summary(path: Path) -> dict[str, Any] | None:
 def notes(run_dir: Path) -> list[str]:
     """A line for each shadow of a run, for its report."""
     found = [(path, last_summary(path)) for path in sorted(run_dir.glob(f"{PREFIX}*.jsonl"))]
-    return [
-        f"Shadow {' '.join(as_text(summary))}" for _, summary in found if summary is not None and summary.get("groups")
-    ]
+    return [f"Shadow {' '.join(as_text(summary))}" for _, summary in found if summary is not None and summary.get("groups")]
 
 
 def as_text(summary: Mapping[str, Any]) -> list[str]:
     """A summary in a few lines."""
     s = summary
-    lines = [
-        f"{s['what']} {s['label']}, {s['source']}: {plural(s['groups'], s['unit'])}, {plural(s['pairs'], 'pair')}."
-    ]
+    lines = [f"{s['what']} {s['label']}, {s['source']}: {plural(s['groups'], s['unit'])}, {plural(s['pairs'], 'pair')}."]
     if s["groups"]:
         sure = "no interval yet" if s["low"] is None else f"95 %: {s['low']:+.4g} to {s['high']:+.4g}"
         lines.append(f"run {s['run']:.4g}, shadow {s['shadow']:.4g}, difference {s['difference']:+.4g} ({sure}).")
     if "kept" in s:
         lines.append(f"groups kept {', '.join(f'{who} {n}' for who, n in s['kept'].items())}.")
-        lines += (
-            [f"they differ at {', '.join(s['differ'])}{' ...' if len(s['differ']) >= 8 else ''}."]
-            if s["differ"]
-            else []
-        )
+        lines += [f"they differ at {', '.join(s['differ'])}{' ...' if len(s['differ']) >= 8 else ''}."] if s["differ"] else []
     if "equal" in s and s["pairs"]:
         lines.append(f"{s['equal']} of {plural(s['pairs'], 'pair')} equal.")
     for name, (mean, shadow, half) in s.get("metrics", {}).items():

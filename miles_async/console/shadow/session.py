@@ -16,17 +16,13 @@ from miles_async.console.shadow.units import UnitSource
 SAY_S = 5.0
 
 
-async def follow(
-    plan: ShadowPlan, source: UnitSource, comparer: Comparer, results: Results, say: Callable[[Any], None]
-) -> int:
+async def follow(plan: ShadowPlan, source: UnitSource, comparer: Comparer, results: Results, say: Callable[[Any], None]) -> int:
     """Until enough groups are compared, the source ends, or somebody asks (SIGINT, SIGTERM). `say` gets summaries. 0, or 1 when
     what the shadow was given does not work; the summary says why."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    results.write(
-        [{"kind": "shadow", "what": plan.what, "label": plan.label, "source": source.told, "settings": plan.own}]
-    )
+    results.write([{"kind": "shadow", "what": plan.what, "label": plan.label, "source": source.told, "settings": plan.own}])
     error, said, begun, feed, turn = "", -1, 0, source.units(), asyncio.Lock()
 
     def summary() -> dict[str, Any]:

@@ -136,9 +136,7 @@ class AskScreen(ModalScreen[str | None]):
     BINDINGS = [Binding("escape", "dismiss(None)", "leave it as it is"), Binding("ctrl+s,f2", "go", "do it")]
     app: Cockpit
 
-    def __init__(
-        self, title: str, fields: Sequence[tuple[str, str]], act: Callable[[list[str]], Awaitable[str]]
-    ) -> None:
+    def __init__(self, title: str, fields: Sequence[tuple[str, str]], act: Callable[[list[str]], Awaitable[str]]) -> None:
         super().__init__()
         self._title, self._fields, self._act = title, fields, act
 

@@ -95,9 +95,7 @@ def overview(
 ) -> RenderableType:
     """Why the trainer waits, the flow, the curves, where time goes, drops, the ledger. `said`: wall of the doctor's word. `cut`:
     what does not fit cannot be scrolled to, so the curves come last."""
-    parts: list[RenderableType] = [
-        _why(state["why"], wall - said if said and not state["run"]["ended"] else 0.0, lately=tall)
-    ]
+    parts: list[RenderableType] = [_why(state["why"], wall - said if said and not state["run"]["ended"] else 0.0, lately=tall)]
     facts = _facts(state)
     if width >= WIDE:
         side = Table.grid(padding=(0, 3))
@@ -175,9 +173,7 @@ def _facts(state: Mapping[str, Any]) -> RenderableType:
         rows.append(("trainer", _bars(zip(("waiting", "training", "publishing"), run["shares"], strict=True))))
     if engines["split"]:
         used = engines["slots_used"]
-        rows.append(
-            ("engines", _bars(engines["split"].items()).append("" if used is None else f"  slots used {used:.0%}"))
-        )
+        rows.append(("engines", _bars(engines["split"].items()).append("" if used is None else f"  slots used {used:.0%}")))
     if engines["serving"]:
         serving = ", ".join(f"{'none yet' if v < 0 else f'v{v}'} ×{n}" for v, n in engines["serving"])
         rows.append(("serving", Text(f"{serving}; newest announced v{flow['announced']}")))
@@ -209,9 +205,7 @@ def _facts(state: Mapping[str, Any]) -> RenderableType:
 def _bars(shares: Iterable[tuple[str, float]]) -> Text:
     text = Text()
     for name, share in shares:
-        text.append("  " if text else "").append(f"{name} ").append("█" * round(10 * share), style="cyan").append(
-            f"{share:.0%}"
-        )
+        text.append("  " if text else "").append(f"{name} ").append("█" * round(10 * share), style="cyan").append(f"{share:.0%}")
     return text
 
 

@@ -52,9 +52,7 @@ class Samples(Listing):
         found = await self.app.verbs.samples(step=self._step, order=self._order)
         self._steps = found["steps"]
         shown = found["samples"][0]["step"] if found["samples"] else "-"
-        self.border_title = (
-            f"step {shown}, {self._order} first, {found['all']} samples; kept at {len(self._steps)} steps"
-        )
+        self.border_title = f"step {shown}, {self._order} first, {found['all']} samples; kept at {len(self._steps)} steps"
         return [
             ListRow(f"{s['step']}/{s['sample']}", (f"{s['reward']:.4g}", s["sample"], str(s.get("tokens", "")), s.get("finish", ""),
                 shorten(str(s.get("response", "")), 120)), as_text(s))
@@ -105,9 +103,7 @@ class KnobList(Listing):
         values = ", ".join(f"{k}={v}" if k else v for k, v in change["values"].items()) or "values of the settings"
         when = clock(change["wall"]) if change["wall"] else "-"
         cells = (f"epoch {change['epoch']}", shorten(values, 60), change["author"], when, shorten(change["reason"], 60))
-        whole = (
-            f"epoch {change['epoch']} at {when} by {change['author'] or '-'}: {values}\nwhy: {change['reason'] or '-'}"
-        )
+        whole = f"epoch {change['epoch']} at {when} by {change['author'] or '-'}: {values}\nwhy: {change['reason'] or '-'}"
         return ListRow(f"epoch {change['epoch']}", cells, whole, data=change)
 
     def action_log(self) -> None:
@@ -164,9 +160,7 @@ class Dead(Listing):
         for d in await self.app.verbs.letters():
             when, who = clock(d["wall"]) if d["wall"] else "-", d["sample"] or d["group"] or d["entry_id"]
             cells = (when, d["stream"], who, d["actor"], str(d["deliveries"]), shorten(d["error"], 120))
-            rows.append(
-                ListRow(d["id"], cells, f"{d['id']} of {d['stream']} {d['entry_id']}: {d['error']}\n\n{d['traceback']}")
-            )
+            rows.append(ListRow(d["id"], cells, f"{d['id']} of {d['stream']} {d['entry_id']}: {d['error']}\n\n{d['traceback']}"))
         return rows
 
     def action_bury(self, act: str) -> None:
@@ -219,9 +213,7 @@ class Doctor(Listing):
     async def rows(self, state: dict[str, Any]) -> list[ListRow]:
         word = self.app.hub.word
         wrong = sum(f.level != "info" for f in word.findings)
-        self.border_title = (
-            f"the doctor at {clock(word.wall)}: {wrong or 'nothing'} wrong" if word.wall else "the doctor"
-        )
+        self.border_title = f"the doctor at {clock(word.wall)}: {wrong or 'nothing'} wrong" if word.wall else "the doctor"
         found = []
         for i, f in enumerate(word.findings):
             cells = (f.level, duration(f.since_s) if f.since_s else "", f.about, f.text)

@@ -23,6 +23,7 @@ METRICS = (
     *("rollout/response_len/mean", "rollout/response_len/max"),
 )
 
+
 def values_of(step: Step) -> dict[str, float]:
     """What the charts show of one step."""
     return {name: step.metrics[name] for name in METRICS if name in step.metrics} | derived(step)

@@ -134,8 +134,14 @@ def _alarms(snapshot: Snapshot, history: History, word: DoctorWord) -> list[Stat
     ]
     texts = {str(f["text"])[:200] for f in found}
     told = [
-        {"level": r["level"], "text": str(r["text"]), "who": f"{r['actor']}: {r['event']}", "about": "", "now": False,
-         "wall": float(r["wall"])}
+        {
+            "level": r["level"],
+            "text": str(r["text"]),
+            "who": f"{r['actor']}: {r['event']}",
+            "about": "",
+            "now": False,
+            "wall": float(r["wall"]),
+        }
         for r in alarms(history, snapshot.wall, 3)
         if str(r["text"])[:200] not in texts
     ]

@@ -60,12 +60,7 @@ def advise(history: History, *, slots: int = 0) -> Advice | None:
     among = seen.rule == rule and not seen.over_sampling and seen.bound in BOUNDS
     now = choices[BOUNDS.index(seen.bound)] if among else predict(seen, seen.rule, seen.bound, seen.slots, cap=seen.over_sampling)
     fewer: tuple[Choice, ...] = ()
-    if (
-        seen.slowdown
-        and seen.bound
-        and choices[seen.bound - 1 : seen.bound]
-        and choices[seen.bound - 1].masked > ALLOWED
-    ):
+    if seen.slowdown and seen.bound and choices[seen.bound - 1 : seen.bound] and choices[seen.bound - 1].masked > ALLOWED:
         fewer = tuple(predict(seen, rule, seen.bound, round(part * seen.slots)) for part in FEWER_SLOTS)
     return Advice(observed=seen, now=now, choices=choices, lines=tuple(_lines(seen, now, choices, fewer)))
 
@@ -147,7 +142,6 @@ def _lines(seen: Observed, now: Choice, choices: Sequence[Choice], fewer: Sequen
     how = f" under {wished.rule}" if wished.rule != now.rule else ""
     how += ", with all that it admits in generation," if (wished.bound, wished.rule) == (now.bound, now.rule) else ""
     lines.append(
-        f"Bound {wished.bound}{how} masks {share(wished.masked)}{gain}: {wished.step_s:.3g} s a step, "
-        f"{wished.running:.0f} running."
+        f"Bound {wished.bound}{how} masks {share(wished.masked)}{gain}: {wished.step_s:.3g} s a step, {wished.running:.0f} running."
     )
     return lines

@@ -207,9 +207,7 @@ class Simulation:
         reason = self._drawn[group_id].reason
         members = () if whole else tuple(indexes)
         self._progress.fold(
-            GroupVerdict(
-                group_id=group_id, prompt_id="", kept=not reason, reason=reason, n_samples=len(samples), members=members
-            )
+            GroupVerdict(group_id=group_id, prompt_id="", kept=not reason, reason=reason, n_samples=len(samples), members=members)
         )
         if reason:
             self._away[half.opened.step] -= len(samples)
@@ -307,9 +305,7 @@ class Simulation:
         self._training, self._turned = False, self._rule not in PARTING
         version = PolicyVersion(self._step + 1, self._step)
         self._progress.fold(
-            StepDone(
-                step=self._step, version=version, trained_on=PolicyVersion(before + 1, before), groups=(), samples=ids
-            )
+            StepDone(step=self._step, version=version, trained_on=PolicyVersion(before + 1, before), groups=(), samples=ids)
         )
         if self._step % self._knobs.update_weights_interval == 0:
             for worker in self._engines.workers:

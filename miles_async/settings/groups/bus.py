@@ -15,14 +15,16 @@ class BusSettings(Group, frozen=True, kw_only=True):
             "password better in the variable "
             "MILES_ASYNC_BUS_PASSWORD, or in the file that MILES_ASYNC_BUS_PASSWORD_FILE names. Unset: the run starts a private "
             "server.",
-            secret=True, ours=True,
+            secret=True,
+            ours=True,
         ),
     ] = None
     weights_address: Annotated[
         str | None,
         doc(
             "HOST or HOST:PORT at which workers on other hosts fetch new weights from this one. Unset: this host's address on "
-            "its connection to the bus, at a free port.", ours=True
+            "its connection to the bus, at a free port.",
+            ours=True,
         ),
     ] = None
     lease_s: Annotated[
@@ -34,7 +36,8 @@ class BusSettings(Group, frozen=True, kw_only=True):
         doc(
             "A Redis that does not answer, or refuses writes, for so long ends the actor that waits for it.",
             unit="seconds",
-            gt=0, ours=True,
+            gt=0,
+            ours=True,
         ),
     ] = 60.0
     max_deliveries: Annotated[
@@ -48,6 +51,8 @@ class BusSettings(Group, frozen=True, kw_only=True):
         doc(
             "Message bodies above this size travel as blobs; those of a commit do above 16 KiB already.",
             unit="bytes",
-            ge=256, le=16 << 20, ours=True,
+            ge=256,
+            le=16 << 20,
+            ours=True,
         ),
     ] = 128 << 10

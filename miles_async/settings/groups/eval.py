@@ -23,7 +23,8 @@ class EvalSettings(Group, frozen=True, kw_only=True):
             "take too. 1 puts evaluation first, and training waits for it.",
             live="next lease (generation)",
             gt=0,
-            le=1, ours=True,
+            le=1,
+            ours=True,
         ),
     ] = 0.25
     eval_prompt_data: Annotated[

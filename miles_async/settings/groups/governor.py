@@ -31,7 +31,8 @@ class GovernorSettings(Group, frozen=True, kw_only=True):
             "Steps measured for one decision, after those that a change takes to settle.",
             unit="steps",
             live=LIVE,
-            ge=4, ours=True,
+            ge=4,
+            ours=True,
         ),
     ] = 8
     governor_min_ess: Annotated[
@@ -40,7 +41,8 @@ class GovernorSettings(Group, frozen=True, kw_only=True):
             "Effective sample size (train/ess_ratio) below which data are too old: the bound is lowered.",
             live=LIVE,
             ge=0,
-            le=1, ours=True,
+            le=1,
+            ours=True,
         ),
     ] = 0.5
     governor_max_lost: Annotated[

@@ -13,15 +13,16 @@ Level = Literal["token", "sequence", "geometric"]
 class GrpoSettings(Group, frozen=True, kw_only=True):
     """The objective."""
 
-    advantage_estimator: Annotated[
-        EstimatorName, doc("How rewards become advantages, and which policy loss goes with them.")
-    ] = "grpo"
+    advantage_estimator: Annotated[EstimatorName, doc("How rewards become advantages, and which policy loss goes with them.")] = (
+        "grpo"
+    )
     policy_loss: Annotated[
         Literal["ppo", "gspo", "cispo", "dppo", "nll"],
         doc(
             "The policy loss. dppo leaves tokens out whose probability has moved by more than dppo_delta, in place of clipping the "
             "ratio; that bounds stale data too.",
-            derived="nll with loss_type sft, gspo or cispo with the estimator of that name, else ppo", ours=True,
+            derived="nll with loss_type sft, gspo or cispo with the estimator of that name, else ppo",
+            ours=True,
         ),
     ]
     dppo_divergence: Annotated[
@@ -36,8 +37,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     global_batch_size: Annotated[
         int,
         doc(
-            "Samples per optimizer step; global_batch_size * num_steps_per_rollout = rollout_batch_size * "
-            "n_samples_per_prompt.",
+            "Samples per optimizer step; global_batch_size * num_steps_per_rollout = rollout_batch_size * n_samples_per_prompt.",
             unit="samples",
             derived="rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout",
             live="next step (trainer)",
@@ -79,9 +79,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         doc("Dual clip: bound on the ratio for negative advantages, above 1. Unset: off."),
     ] = None
 
-    use_kl_loss: Annotated[bool, doc("Add KL to the frozen reference to the loss; coefficient 0 only reports it.")] = (
-        False
-    )
+    use_kl_loss: Annotated[bool, doc("Add KL to the frozen reference to the loss; coefficient 0 only reports it.")] = False
     kl_loss_coef: Annotated[
         float, doc("For use_kl_loss: weight of the KL in the loss.", live="next step (trainer)", ge=0, le=1e6)
     ] = 0.0
@@ -96,9 +94,9 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         doc("Rollouts after which the reference takes the policy's weights. Unset: never.", unit="rollouts"),
     ] = None
 
-    use_tis: Annotated[
-        bool, doc("Truncated importance sampling: weight tokens by trainer over engine probability, clamped.")
-    ] = False
+    use_tis: Annotated[bool, doc("Truncated importance sampling: weight tokens by trainer over engine probability, clamped.")] = (
+        False
+    )
     tis_clip: Annotated[
         float,
         doc(
@@ -132,9 +130,7 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         bool, doc("Decoupled PPO: clip around log-probs recomputed by the trainer, weight by them over the engine's.", ours=True)
     ] = False
     decoupled_cap: Annotated[float, doc("For use_decoupled_loss: upper bound of the weight.", gt=0, ours=True)] = 5.0
-    get_mismatch_metrics: Annotated[
-        bool, doc("Report what the chosen correction would do and do not apply it.")
-    ] = False
+    get_mismatch_metrics: Annotated[bool, doc("Report what the chosen correction would do and do not apply it.")] = False
     keep_old_actor: Annotated[
         bool,
         doc(
@@ -146,7 +142,8 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "For several steps per rollout: stand in for the recomputed log-probs by those between the engine's and the "
-            "present policy's, by the token's staleness. Saves the extra pass.", ours=True
+            "present policy's, by the token's staleness. Saves the extra pass.",
+            ours=True,
         ),
     ] = False
     use_rollout_logprobs: Annotated[
@@ -182,18 +179,13 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
     ]
     gamma: Annotated[float, doc("Discount of later rewards.", gt=0, le=1)] = 1.0
     lambd: Annotated[float, doc("GAE lambda of the ppo estimator.", ge=0, le=1)] = 1.0
-    value_clip: Annotated[
-        float, doc("For ppo: how far a value may move from the one before the rollout's steps.", gt=0)
-    ] = 0.2
+    value_clip: Annotated[float, doc("For ppo: how far a value may move from the one before the rollout's steps.", gt=0)] = 0.2
     num_critic_only_steps: Annotated[
         int, doc("For ppo: first rollouts that train the critic and leave the policy as it is.", unit="rollouts", ge=0)
     ] = 0
     use_opd: Annotated[
         bool,
-        doc(
-            "On-policy distillation beside any estimator: take opd_kl_coef * (policy - teacher log-prob) off the "
-            "advantages."
-        ),
+        doc("On-policy distillation beside any estimator: take opd_kl_coef * (policy - teacher log-prob) off the advantages."),
     ] = False
     opd_type: Annotated[
         Literal["megatron", "sglang"],
@@ -222,7 +214,8 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             "trajectories. token-mean: mean over all tokens. seq-mean-token-sum-norm: sum of each trajectory over the "
             "constant loss_scale_factor, then mean over trajectories, so that long answers are not favoured (Dr. GRPO, "
             "with disable_grpo_std_normalization).",
-            derived="token-mean with calculate_per_token_loss, else seq-mean-token-mean", ours=True,
+            derived="token-mean with calculate_per_token_loss, else seq-mean-token-mean",
+            ours=True,
         ),
     ]
     loss_scale_factor: Annotated[
@@ -231,7 +224,8 @@ class GrpoSettings(Group, frozen=True, kw_only=True):
             "For loss_agg_mode seq-mean-token-sum-norm: the constant that token sums are divided by; fixed for the run, "
             "also when rollout_max_response_len is patched.",
             unit="tokens",
-            derived="rollout_max_response_len with seq-mean-token-sum-norm, else unset", ours=True,
+            derived="rollout_max_response_len with seq-mean-token-sum-norm, else unset",
+            ours=True,
         ),
     ]
 

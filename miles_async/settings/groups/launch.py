@@ -24,7 +24,8 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
         Literal["live", "plain", "none", "web"],
         doc(
             "live: one view that updates in place; plain: a line per step; none: only errors; web: a line per step, and a page on "
-            "loopback whose address is printed (also beside a run, at any time: miles-async console).", ours=True
+            "loopback whose address is printed (also beside a run, at any time: miles-async console).",
+            ours=True,
         ),
     ] = "live"
     console_port: Annotated[
@@ -36,7 +37,8 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             "Time for an actor to finish or park what it holds when it is asked to stop. A step under way and the trainer's last "
             "checkpoint are waited for beyond it (10 minutes, 2 hours), unless the launcher is asked again.",
             unit="seconds",
-            gt=0, ours=True,
+            gt=0,
+            ours=True,
         ),
     ] = 30.0
     restart_budget: Annotated[
@@ -45,7 +47,8 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             "Restarts of one actor within a minute, or of a trainer that crashes before the same step however long it takes, "
             "before the run ends with its error.",
             unit="restarts",
-            ge=0, ours=True,
+            ge=0,
+            ours=True,
         ),
     ] = 5
     loop_deadline_s: Annotated[
@@ -56,7 +59,8 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             "a dead letter. Twenty times as long for the trainer, sampler, evaluator, publisher and recorder, and ten minutes at "
             "least while a library is loaded. 0: nobody looks.",
             unit="seconds",
-            ge=0, ours=True,
+            ge=0,
+            ours=True,
         ),
     ] = 30.0
     heartbeat_s: Annotated[float, doc("Seconds between two signs of life of an actor.", unit="seconds", gt=0, ours=True)] = 2.0
@@ -121,12 +125,11 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
             "makes grows with a model's width and depth; engines that serve FP8 show more.",
             unit="nats",
             derived="0.1 in bfloat16; in float32 1e-4 with the embedded engine, else 0.03; 1e-9 with true_on_policy_mode",
-            gt=0, ours=True,
+            gt=0,
+            ours=True,
         ),
     ]
-    launcher: Annotated[
-        LauncherName, doc(f"Who places the run's processes: {help_of(LAUNCHERS)}.", ours=True)
-    ] = LOCAL.name
+    launcher: Annotated[LauncherName, doc(f"Who places the run's processes: {help_of(LAUNCHERS)}.", ours=True)] = LOCAL.name
     ray_address: Annotated[
         str, doc("The Ray cluster: auto (the one of this host) or HOST:PORT of its head. This host is one of its nodes.", ours=True)
     ] = "auto"
@@ -135,13 +138,15 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
         doc(
             "How long the start waits for space on the Ray cluster before it is refused; one that grows by demand needs minutes.",
             unit="seconds",
-            gt=0, ours=True,
+            gt=0,
+            ours=True,
         ),
     ] = 20.0
     min_workers: Annotated[
         NaturalInt | None,
         doc(
-            "Rollout workers that must have a place before the run starts. Unset: num_generation_workers.", unit="workers",
+            "Rollout workers that must have a place before the run starts. Unset: num_generation_workers.",
+            unit="workers",
             ours=True,
         ),
     ] = None

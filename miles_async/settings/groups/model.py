@@ -31,7 +31,8 @@ class ModelSettings(Group, frozen=True, kw_only=True):
         Literal["float32", "bfloat16"],
         doc(
             "Type of the policy's weights and activations.",
-            derived="bfloat16 where this host has a GPU and the model is none that is made here, else float32", ours=True,
+            derived="bfloat16 where this host has a GPU and the model is none that is made here, else float32",
+            ours=True,
         ),
     ]
 

@@ -10,8 +10,11 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
 
     tensor_model_parallel_size: Annotated[int, doc("Ranks that share each layer's matrices.", unit="ranks", ge=1)] = 1
     sequence_parallel: Annotated[
-        bool, doc("With several tensor-parallel ranks: what is between matrices is cut along the sequence; saves memory."
-            " Without effect with one.")
+        bool,
+        doc(
+            "With several tensor-parallel ranks: what is between matrices is cut along the sequence; saves memory."
+            " Without effect with one."
+        ),
     ] = False
     pipeline_model_parallel_size: Annotated[int, doc("Stages that the layers are dealt to.", unit="ranks", ge=1)] = 1
     virtual_pipeline_model_parallel_size: Annotated[
@@ -43,7 +46,8 @@ class ParallelSettings(Group, frozen=True, kw_only=True):
         Literal["torch", "te"],
         doc(
             "Who multiplies by experts on a GPU: torch, all experts of a layer at once; te, Transformer Engine, one by one. "
-            "torch leaves to te what it cannot do (FP8, overlapped sending of gradients, no distributed optimizer).", ours=True
+            "torch leaves to te what it cannot do (FP8, overlapped sending of gradients, no distributed optimizer).",
+            ours=True,
         ),
     ] = "torch"
     data_pad_size_multiplier: Annotated[

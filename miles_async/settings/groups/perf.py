@@ -10,21 +10,18 @@ class PerfSettings(Group, frozen=True, kw_only=True):
 
     use_dynamic_batch_size: Annotated[
         bool,
-        doc(
-            "Pack samples into micro-batches up to max_tokens_per_gpu.", derived="true unless micro_batch_size is given"
-        ),
+        doc("Pack samples into micro-batches up to max_tokens_per_gpu.", derived="true unless micro_batch_size is given"),
     ]
     max_tokens_per_gpu: Annotated[
         int, doc("Tokens, prompts included, in one packed micro-batch of the gradient pass.", unit="tokens", ge=1)
     ] = 8192
-    micro_batch_size: Annotated[
-        int, doc("Samples per micro-batch when use_dynamic_batch_size is off.", unit="samples", ge=1)
-    ] = 1
+    micro_batch_size: Annotated[int, doc("Samples per micro-batch when use_dynamic_batch_size is off.", unit="samples", ge=1)] = 1
     gradient_checkpointing: Annotated[
         bool,
         doc(
             "Keep each layer's input alone for the backward pass and compute the rest again: a quarter more time for a fraction "
-            "of the memory, with the same gradients. Megatron calls it full recomputation.", ours=True
+            "of the memory, with the same gradients. Megatron calls it full recomputation.",
+            ours=True,
         ),
     ] = False
     gradient_checkpointing_layers: Annotated[
@@ -32,7 +29,8 @@ class PerfSettings(Group, frozen=True, kw_only=True):
         doc(
             "gradient_checkpointing for the first so many layers only: as few as memory asks for cost the least time. 0: for all.",
             unit="layers",
-            ge=0, ours=True,
+            ge=0,
+            ours=True,
         ),
     ] = 0
     fsdp_shard: Annotated[
@@ -41,7 +39,8 @@ class PerfSettings(Group, frozen=True, kw_only=True):
             "What several ranks of the torch backend share among them. all: weights, gradients and the optimizer's state, gathered "
             "and reduced layer by layer for every micro-batch. optimizer: its state and the float32 weights; each GPU holds the "
             "computing weights and the gradients whole in a step (6 bytes a parameter), gathers once a pass and reduces once a "
-            "step. auto: optimizer where that fits beside the activations, by estimate.", ours=True
+            "step. auto: optimizer where that fits beside the activations, by estimate.",
+            ours=True,
         ),
     ] = "auto"
     compile: Annotated[
@@ -49,7 +48,8 @@ class PerfSettings(Group, frozen=True, kw_only=True):
         doc(
             "Run the trainer's decoder layers through torch.compile: one graph for all layers and lengths, made in the first "
             "step (ten to thirty seconds). auto: where flash attention runs, for a model of 100M parameters or more. If "
-            "compilation fails the layers run as they are, with a warning. Never with true_on_policy_mode.", ours=True
+            "compilation fails the layers run as they are, with a warning. Never with true_on_policy_mode.",
+            ours=True,
         ),
     ] = "auto"
     attn_implementation: Annotated[

@@ -32,9 +32,7 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
     ] = None
     input_key: Annotated[str, doc("Column with the prompt: a string, or chat messages.")] = "input"
     label_key: Annotated[str | None, doc("Column with the reference answer, handed to the reward function.")] = None
-    metadata_key: Annotated[
-        str | None, doc("Column with a table of extras; its rm_type overrides rm_type for that prompt.")
-    ] = None
+    metadata_key: Annotated[str | None, doc("Column with a table of extras; its rm_type overrides rm_type for that prompt.")] = None
     tool_key: Annotated[str | None, doc("Column with descriptions of tools, a list of objects, shown by the chat template.")] = None
     multimodal_keys: Annotated[
         str | None,
@@ -43,7 +41,7 @@ shows the next one where it says <image>."""),
     ] = None
     apply_chat_template: Annotated[bool, doc("Render prompts through the tokenizer's chat template.")] = False
     apply_chat_template_kwargs: Annotated[
-        str | None, doc("Arguments of the chat template as a JSON object, as in {\"enable_thinking\": false}.")
+        str | None, doc('Arguments of the chat template as a JSON object, as in {"enable_thinking": false}.')
     ] = None
     chat_template_path: Annotated[str | None, doc("File with a chat template (Jinja) in place of the tokenizer's own.")] = None
     tools: Annotated[
@@ -53,9 +51,9 @@ shows the next one where it says <image>."""),
             ours=True,
         ),
     ] = ()
-    tool_corpus: Annotated[
-        str | None, doc("Texts for the tool search: JSONL with a column text, or a text file.", ours=True)
-    ] = None
+    tool_corpus: Annotated[str | None, doc("Texts for the tool search: JSONL with a column text, or a text file.", ours=True)] = (
+        None
+    )
     max_turns: Annotated[int, doc("Most answers of the model in one sample with tools.", ge=1, ours=True)] = 8
     generate_tool_call_parser: Annotated[
         Literal["auto", "hermes", "llama3", "deepseek", "glm", "qwen3_coder", "gpt-oss", "lfm2"],
@@ -70,7 +68,7 @@ shows the next one where it says <image>."""),
     ] = None
     agent_idle_s: Annotated[
         float,
-        doc("Longest time in which an agent neither ends nor waits for the model; then it has failed.", unit="s", gt=0, ours=True)
+        doc("Longest time in which an agent neither ends nor waits for the model; then it has failed.", unit="s", gt=0, ours=True),
     ] = 600.0
     rollout_shuffle: Annotated[bool, doc("Shuffle the prompts in a new order each epoch, from rollout_seed.")] = False
     rollout_seed: Annotated[int, doc("Seed of prompt order and token sampling.", ge=0)] = 42
@@ -135,9 +133,7 @@ shows the next one where it says <image>."""),
             unit="tokens",
         ),
     ] = None
-    rollout_stop_token_ids: Annotated[
-        tuple[int, ...], doc("Token ids that end a response, beside the tokenizer's end token.")
-    ] = ()
+    rollout_stop_token_ids: Annotated[tuple[int, ...], doc("Token ids that end a response, beside the tokenizer's end token.")] = ()
     rollout_stop: Annotated[
         tuple[str, ...],
         doc("Texts that end a response. The token that completes one is its last, and is trained; an agent's `stop` goes before."),
@@ -148,14 +144,13 @@ shows the next one where it says <image>."""),
         doc("Leave special tokens out of the text that reward functions get; the tokens themselves stay as they are."),
     ] = True
 
-    rm_type: Annotated[
-        str | None, doc("Name of a shipped reward function; remote_rm asks rm_url.", shipped=RM_TYPES)
-    ] = None
+    rm_type: Annotated[str | None, doc("Name of a shipped reward function; remote_rm asks rm_url.", shipped=RM_TYPES)] = None
     math_rule: Annotated[
         Literal["math_final", "math_boxed"],
         doc(
             "Which rule the name math stands for, in rm_type, in metadata and for held-out sets: math_final takes the last box, "
-            "`answer is`, or the last number for the answer; math_boxed the last box alone, as Miles' math does.", ours=True
+            "`answer is`, or the last number for the answer; math_boxed the last box alone, as Miles' math does.",
+            ours=True,
         ),
     ] = "math_final"
     custom_rm_path: Annotated[str | None, doc("Dotted path of your own reward function; replaces rm_type.")] = None
@@ -165,7 +160,7 @@ shows the next one where it says <image>."""),
     ] = ()
     rm_batch_size: Annotated[
         int,
-        doc("Most samples in one question to rm_url; above 1 it gets a list and gives a list.", unit="samples", ge=1, ours=True)
+        doc("Most samples in one question to rm_url; above 1 it gets a list and gives a list.", unit="samples", ge=1, ours=True),
     ] = 1
     group_rm: Annotated[
         bool, doc("Score all samples of a prompt at once: custom_rm_path and rm_url get a list and give a list.")
@@ -174,13 +169,14 @@ shows the next one where it says <image>."""),
         str | None,
         doc(
             "OpenAI-compatible endpoint of the model that scores for rm_type judge, as in http://HOST:PORT/v1. A key that it asks "
-            "for is in the variable MILES_ASYNC_JUDGE_KEY.", ours=True
+            "for is in the variable MILES_ASYNC_JUDGE_KEY.",
+            ours=True,
         ),
     ] = None
     judge_model: Annotated[str, doc("Name of the judging model at judge_url.", ours=True)] = "default"
     judge_template_path: Annotated[
-        str | None, doc("Text that the judge is asked with; {prompt}, {response} and {label} are put in. Unset: a shipped one.",
-        ours=True)
+        str | None,
+        doc("Text that the judge is asked with; {prompt}, {response} and {label} are put in. Unset: a shipped one.", ours=True),
     ] = None
     reward_key: Annotated[str | None, doc("Key of the scalar when the reward function returns a table.")] = None
     reward_version: Annotated[
@@ -189,7 +185,8 @@ shows the next one where it says <image>."""),
             "Raise it after a change of the function or the service that scores: functions are loaded anew, groups that are not "
             "judged yet are scored again, and no batch mixes two versions.",
             live="next sample scored, next group judged, next step (reward, filter, trainer)",
-            ge=0, ours=True,
+            ge=0,
+            ours=True,
         ),
     ] = 0
     reward_timeout_s: Annotated[
@@ -198,7 +195,8 @@ shows the next one where it says <image>."""),
             "Deadline for scoring one sample; then it is tried again.",
             unit="seconds",
             live="next sample scored (reward)",
-            gt=0, ours=True,
+            gt=0,
+            ours=True,
         ),
     ] = 30.0
     reward_max_retries: Annotated[
@@ -229,7 +227,8 @@ shows the next one where it says <image>."""),
         bool,
         doc(
             "Environments write no file and read Python's packages and sandbox_reads only; once their module is loaded they "
-            "open no socket and start no process (Linux).", ours=True
+            "open no socket and start no process (Linux).",
+            ours=True,
         ),
     ] = False
     custom_rm_sandbox: Annotated[
@@ -240,11 +239,10 @@ shows the next one where it says <image>."""),
     ] = ()
     pass_env: Annotated[
         tuple[str, ...],
-        doc("Names of variables that sandboxed environments and reward functions get beside harmless ones as PATH.", ours=True)
+        doc("Names of variables that sandboxed environments and reward functions get beside harmless ones as PATH.", ours=True),
     ] = ()
     allow_weak_sandbox: Annotated[
-        bool,
-        doc("Go on where the kernel lacks a part of the sandbox, which is told; else code is refused there.", ours=True)
+        bool, doc("Go on where the kernel lacks a part of the sandbox, which is told; else code is refused there.", ours=True)
     ] = False
     rollout_timeout_s: Annotated[
         float, doc("Longest run of such a program on one worker; then the sample is tried again.", unit="seconds", gt=0, ours=True)
@@ -292,16 +290,18 @@ shows the next one where it says <image>."""),
             "Rollout batches' worth of groups that the filter may reject in a row before the run stops as starved.",
             unit="waves",
             live="next group issued (sampler)",
-            ge=1, ours=True,
+            ge=1,
+            ours=True,
         ),
     ] = 16
 
     partial_rollout: Annotated[
-        bool, doc(
+        bool,
+        doc(
             "Continue interrupted samples from their saved prefix. Off: no prefix is saved, and what was interrupted (a worker "
             "drained or lost, an engine that failed, a weight update with pause_generation_mode abort) is generated anew, its "
             "tokens counted as dropped."
-        )
+        ),
     ] = True
     partial_save_tokens: Annotated[
         int,
@@ -309,12 +309,11 @@ shows the next one where it says <image>."""),
             "New tokens after which a running sample's prefix is saved.",
             unit="tokens",
             live="next sample started (generation)",
-            ge=1, ours=True,
+            ge=1,
+            ours=True,
         ),
     ] = 512
-    mask_offpolicy_in_partial_rollout: Annotated[
-        bool, doc("Give tokens generated before the interruption loss weight 0.")
-    ] = False
+    mask_offpolicy_in_partial_rollout: Annotated[bool, doc("Give tokens generated before the interruption loss weight 0.")] = False
     buffer_filter_path: Annotated[
         str, doc("Order in which interrupted samples resume: a shipped name or a dotted path.", shipped=BUFFER_FILTERS)
     ] = "fifo"
@@ -323,7 +322,8 @@ shows the next one where it says <image>."""),
         doc(
             "Tokens after which a sample gives its engine slot back and resumes later. Unset: never.",
             unit="tokens",
-            live="next sample started (generation)", ours=True,
+            live="next sample started (generation)",
+            ours=True,
         ),
     ] = None
 
@@ -346,7 +346,8 @@ shows the next one where it says <image>."""),
             "members are trained as soon as half of them are done; wait: the trainer waits for the oldest open group; drop: "
             "it is dropped and its prompt issued again. auto is split, and whole at max_weight_staleness 0.",
             derived="auto; whole where the estimator or a reward hook needs whole groups",
-            live="next step, next sample scored (trainer, filter, sampler)", ours=True,
+            live="next step, next sample scored (trainer, filter, sampler)",
+            ours=True,
         ),
     ]
     staleness_lookahead: Annotated[
@@ -355,7 +356,8 @@ shows the next one where it says <image>."""),
             "For staleness_policy wait: how many groups past the oldest open one the trainer may take.",
             unit="groups",
             derived="rollout_batch_size; 1 when max_weight_staleness is 0",
-            ge=1, ours=True,
+            ge=1,
+            ours=True,
         ),
     ]
     update_weights_interval: Annotated[

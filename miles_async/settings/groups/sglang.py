@@ -17,7 +17,9 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         str,
         doc(
             f"{help_of(ENGINES)}; or the dotted path of a record of your own (docs/engines.md).",
-            shipped=tuple(ENGINES), record=True, ours=True,
+            shipped=tuple(ENGINES),
+            record=True,
+            ours=True,
         ),
     ] = DEFAULT.name
     rollout_external_engine_addrs: Annotated[
@@ -29,7 +31,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Rollout workers, one engine each, started with the run; more may join at any time.",
             unit="processes",
             derived="one per external engine; for SGLang rollout_num_gpus / rollout_num_gpus_per_engine, else 1; none: 1; else 2",
-            ge=0, ours=True,
+            ge=0,
+            ours=True,
         ),
     ]
     rollout_num_gpus: Annotated[
@@ -41,13 +44,13 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             ge=0,
         ),
     ]
-    rollout_num_gpus_per_engine: Annotated[
-        int, doc("GPUs of one SGLang engine: its tensor parallel size.", unit="GPUs", ge=1)
-    ] = 1
+    rollout_num_gpus_per_engine: Annotated[int, doc("GPUs of one SGLang engine: its tensor parallel size.", unit="GPUs", ge=1)] = 1
     sglang_nnodes: Annotated[
         int,
         doc(
-            "Hosts of one SGLang engine, which share its GPUs evenly; more than one needs launcher ray.", unit="hosts", ge=1,
+            "Hosts of one SGLang engine, which share its GPUs evenly; more than one needs launcher ray.",
+            unit="hosts",
+            ge=1,
             ours=True,
         ),
     ] = 1
@@ -55,7 +58,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         tuple[int, ...],
         doc(
             "GPUs of the engines as nvidia-smi counts them (or positions in CUDA_VISIBLE_DEVICES), engine by engine.",
-            derived="those after the trainer's (actor_num_gpus_per_node); with colocate or debug_rollout_only 0, 1, ...", ours=True,
+            derived="those after the trainer's (actor_num_gpus_per_node); with colocate or debug_rollout_only 0, 1, ...",
+            ours=True,
         ),
     ]
     colocate: Annotated[
@@ -88,13 +92,18 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "Engines on the trainer's GPUs too: they work while the trainer waits long for a batch, and give the GPUs back, their "
-            "samples to peers, before it is complete.", ours=True
+            "samples to peers, before it is complete.",
+            ours=True,
         ),
     ] = False
     lend_after_s: Annotated[
         float,
-        doc("Least expected wait for a batch for which GPUs are lent; what lending costs is measured.",
-        unit="seconds", ge=0, ours=True)
+        doc(
+            "Least expected wait for a batch for which GPUs are lent; what lending costs is measured.",
+            unit="seconds",
+            ge=0,
+            ours=True,
+        ),
     ] = 5.0
     lend_return_s: Annotated[
         float,
@@ -108,7 +117,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Part of a lent GPU's memory that an SGLang engine takes; the trainer's stays beside it, unless offload_train.",
             derived="0.7 with offload_train, else 0.4",
             gt=0,
-            lt=1, ours=True,
+            lt=1,
+            ours=True,
         ),
     ]
     train_memory_margin_bytes: Annotated[
@@ -157,7 +167,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Least that sglang_server_concurrency auto goes down to.",
             unit="samples",
             live="next look at the engine (generation)",
-            ge=1, ours=True,
+            ge=1,
+            ours=True,
         ),
     ] = 8
     sglang_concurrency_max: Annotated[
@@ -165,7 +176,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc(
             "Most that sglang_server_concurrency auto goes up to. Unset: what the engine runs at once, at most 512.",
             unit="samples",
-            live="next look at the engine (generation)", ours=True,
+            live="next look at the engine (generation)",
+            ours=True,
         ),
     ] = None
     max_masked_fraction: Annotated[
@@ -174,7 +186,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Share of the tokens that may be masked as too old: sglang_server_concurrency auto takes fewer samples at once when "
             "more are. Unset: it looks for the highest speed whatever is masked.",
             unit="of the tokens",
-            live="next look at the engine (generation)", ours=True,
+            live="next look at the engine (generation)",
+            ours=True,
         ),
     ] = None
     tail_slots: Annotated[
@@ -183,7 +196,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Samples at once kept for those that outlive tail_after_tokens, on as few workers as possible: a small batch decodes "
             "two to three times as fast. What the tail leaves free takes other samples. Needs two workers and no router.",
             unit="samples",
-            live="next lease (generation)", ours=True,
+            live="next lease (generation)",
+            ours=True,
         ),
     ] = None
     tail_after_tokens: Annotated[
@@ -191,14 +205,14 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc(
             "Response tokens after which a sample goes on in tail_slots.",
             unit="tokens",
-            live="next sample started (generation)", ours=True,
+            live="next sample started (generation)",
+            ours=True,
         ),
     ] = None
     pause_generation_mode: Annotated[
         Literal["retract", "in_place", "abort"],
         doc(
-            "Running samples during a weight update: retract recomputes their cache, in_place keeps it, abort parks "
-            "them.",
+            "Running samples during a weight update: retract recomputes their cache, in_place keeps it, abort parks them.",
             live="next activation ordered (publisher)",
         ),
     ] = "retract"
@@ -208,7 +222,10 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "How new weights reach engines that served a version before: "
             f"{', '.join(kind.told for kind in TRANSPORTS.values())}; or the dotted path of a record of your own "
             "(docs/engines.md). What fails goes by disk.",
-            derived="ipc with colocate, else disk", shipped=tuple(TRANSPORTS), record=True, ours=True,
+            derived="ipc with colocate, else disk",
+            shipped=tuple(TRANSPORTS),
+            record=True,
+            ours=True,
         ),
     ]
     update_weight_buffer_size: Annotated[
@@ -223,7 +240,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         bool,
         doc(
             "For nccl: keep a copy of the version on the GPU, so that training goes on while engines take it. Off: buckets go "
-            "straight from the weights, which wait until engines have them: for models that do not fit twice.", ours=True
+            "straight from the weights, which wait until engines have them: for models that do not fit twice.",
+            ours=True,
         ),
     ] = True
     update_weight_deadline_s: Annotated[
@@ -232,7 +250,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Longest wait for all engines to be ready for a version, and for its broadcast; then it goes by disk. Also for one "
             "engine to load a version and go on, or to answer any other call but a request; then it is started anew.",
             unit="seconds",
-            gt=0, ours=True,
+            gt=0,
+            ours=True,
         ),
     ] = 60.0
     update_weight_wave_fraction: Annotated[
@@ -241,7 +260,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Share of the engines that may be away loading a version at a time, for transport disk; below 1 the others serve on "
             "with the version before. nccl and ipc reach all engines at once.",
             gt=0,
-            le=1, ours=True,
+            le=1,
+            ours=True,
         ),
     ] = 1.0
     check_weight_update_equal: Annotated[
@@ -265,7 +285,8 @@ class SglangSettings(Group, frozen=True, kw_only=True):
         doc(
             "Send requests through a sglang-router before all engines, ours or the one at sglang_router_ip.",
             derived="true for several SGLang engines, but not with tail_slots, nor where they pause in_place and no router flag is "
-            "given; true for an address of a running router", ours=True,
+            "given; true for an address of a running router",
+            ours=True,
         ),
     ]
     router_args: Annotated[

@@ -11,9 +11,9 @@ class TrackersSettings(Group, frozen=True, kw_only=True):
     use_tensorboard: Annotated[
         bool | None, doc("Write TensorBoard event files. Unset: where the tensorboard package is installed.")
     ] = None
-    tensorboard_dir: Annotated[
-        str | None, doc("Folder of the event files. Unset: tensorboard in the run's folder.", ours=True)
-    ] = None
+    tensorboard_dir: Annotated[str | None, doc("Folder of the event files. Unset: tensorboard in the run's folder.", ours=True)] = (
+        None
+    )
     use_wandb: Annotated[bool, doc("Log to Weights & Biases.")] = False
     wandb_mode: Annotated[
         Literal["online", "offline", "disabled"] | None,
@@ -39,7 +39,8 @@ class TrackersSettings(Group, frozen=True, kw_only=True):
         str | None,
         doc(
             "Send the lives of samples as OpenTelemetry traces to this collector (OTLP/JSON over HTTP). Unset: none. Its keys are "
-            "in the variable OTEL_EXPORTER_OTLP_HEADERS.", ours=True
+            "in the variable OTEL_EXPORTER_OTLP_HEADERS.",
+            ours=True,
         ),
     ] = None
     otel_sample_share: Annotated[

@@ -170,9 +170,7 @@ async def check_a_group_moves_with_all_its_members(make_bus: MakeBus) -> None:
         entries: list[Entry] = []
         while len(entries) < 8:
             entries += await reader.read(8 - len(entries), 0)
-        kept = GroupKept(
-            group_id=group.group_id, prompt_id=group.prompt_id, samples=tuple([await bus.message(e) for e in entries])
-        )
+        kept = GroupKept(group_id=group.group_id, prompt_id=group.prompt_id, samples=tuple([await bus.message(e) for e in entries]))
         assert (await bus.commit(Commit(ack=entries, append=(Out(GROUPS, kept),)))).done
         [entry] = await bus.scan_all(GROUPS)
         assert entry.fields["note"] == "samples=8" and entry.fields["tokens"] == "16000"

@@ -197,9 +197,7 @@ async def check_reply_of_a_commit_lost_and_its_mark_too(
         await reader.close()
 
 
-async def check_marks_outlive_the_last_commit_by_a_day(
-    make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]
-) -> None:
+async def check_marks_outlive_the_last_commit_by_a_day(make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]) -> None:
     async with make_bus() as bus:
         await publish(bus, 1)
         reader = await reader_of(bus, "a")
@@ -211,9 +209,7 @@ async def check_marks_outlive_the_last_commit_by_a_day(
         await reader.close()
 
 
-async def check_reply_of_an_unconditional_commit_lost(
-    make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]
-) -> None:
+async def check_reply_of_an_unconditional_commit_lost(make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]) -> None:
     """Without acknowledgement and guard, too, a repetition is known."""
     async with make_bus() as outside, make_lossy() as bus:
         for index in range(3):
@@ -223,9 +219,7 @@ async def check_reply_of_an_unconditional_commit_lost(
         assert (await outside.snapshot()).ledger == {"issued": 3} and proxy.lost == 3
 
 
-async def check_reply_of_a_whole_batch_lost(
-    make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]
-) -> None:
+async def check_reply_of_a_whole_batch_lost(make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]) -> None:
     async with make_bus() as outside, make_lossy() as bus:
         await publish(outside, 100, prompt_tokens=1)
         reader = await reader_of(outside, "a")
@@ -240,9 +234,7 @@ async def check_reply_of_a_whole_batch_lost(
         await reader.close()
 
 
-async def check_reply_of_a_saved_prefix_lost(
-    make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]
-) -> None:
+async def check_reply_of_a_saved_prefix_lost(make_bus: MakeBus, proxy: LossyProxy, make_lossy: Callable[[], Bus]) -> None:
     """Saved once: tokens saved twice would be trained twice."""
     async with make_bus() as outside, make_lossy() as bus:
         await publish(outside, 1)

@@ -29,9 +29,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m actors.generation.engines.embedded",
         description="Small CPU inference server speaking SGLang's HTTP subset.",
     )
-    parser.add_argument(
-        "--model-path", type=Path, required=True, help="directory with config.json and model*.safetensors"
-    )
+    parser.add_argument("--model-path", type=Path, required=True, help="directory with config.json and model*.safetensors")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="0 chooses a free port (default)")
     parser.add_argument("--port-file", type=Path, help="written with the real port once the engine answers")
@@ -69,9 +67,7 @@ def main() -> int:
     try:
         listener = _listen(args.host, args.port)
     except OSError as error:
-        return _refuse(
-            f"cannot listen on {args.host}:{args.port} ({error.strerror}); choose another --port, or 0 for a free one."
-        )
+        return _refuse(f"cannot listen on {args.host}:{args.port} ({error.strerror}); choose another --port, or 0 for a free one.")
     try:
         with listener, runner() as loop:
             return loop.run(_serve(args, listener))
@@ -147,8 +143,7 @@ async def _serve(args: argparse.Namespace, bound: socket.socket) -> int:
         model_path=str(args.model_path),
         config=config,
         max_running=args.max_running_requests,
-        max_total_tokens=args.max_total_tokens
-        or _default_total_tokens(config.layers * config.kv_heads * config.head_dim * 8),
+        max_total_tokens=args.max_total_tokens or _default_total_tokens(config.layers * config.kv_heads * config.head_dim * 8),
         stream_interval=args.stream_interval,
         incremental=args.incremental_streaming_output,
         eyes=eyes,

@@ -137,9 +137,7 @@ class Batch:
         self._last[rows] = tokens.numpy()
         ended = [
             (row, request)
-            for row, (request, token, logprob) in enumerate(
-                zip(requests, tokens.tolist(), logprobs.tolist(), strict=True), first
-            )
+            for row, (request, token, logprob) in enumerate(zip(requests, tokens.tolist(), logprobs.tolist(), strict=True), first)
             if request.append(token, logprob)
         ]
         for row, _ in reversed(ended):

@@ -73,9 +73,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     sees = family in vision.FAMILIES
     raw = raw | (raw.get("text_config") or {}) if sees else raw
     if family not in FAMILIES:
-        raise ModelRefused(
-            f"{model_dir}: model_type {family!r} is not served here; use one of {', '.join(FAMILIES)} or SGLang."
-        )
+        raise ModelRefused(f"{model_dir}: model_type {family!r} is not served here; use one of {', '.join(FAMILIES)} or SGLang.")
     for field, wanted in (("hidden_act", "silu"), ("use_sliding_window", False)):
         if raw.get(field, wanted) != wanted:
             raise ModelRefused(f"{model_dir}: {field}={raw[field]!r} is not served here, only {wanted!r}; use SGLang.")
@@ -111,9 +109,7 @@ def read_config(model_dir: Path) -> ModelConfig:
             **(_experts(raw) if family == "qwen3_moe" else {}),
         )
     except KeyError as missing:
-        raise ModelRefused(
-            f"{model_dir / 'config.json'} lacks {missing}; write it with transformers' save_pretrained."
-        ) from None
+        raise ModelRefused(f"{model_dir / 'config.json'} lacks {missing}; write it with transformers' save_pretrained.") from None
 
 
 def _experts(raw: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +169,5 @@ def _inv_freq(raw: dict[str, Any], head_dim: int, model_dir: Path) -> tuple[floa
         blend = ((old / wave - low) / (high - low)).clamp(0.0, 1.0)
         freq = (1 - blend) * freq / rope["factor"] + blend * freq
     elif kind not in ("default", "mrope"):
-        raise ModelRefused(
-            f"{model_dir}: rope_type {kind!r} is not served here, only default, linear, llama3; use SGLang."
-        )
+        raise ModelRefused(f"{model_dir}: rope_type {kind!r} is not served here, only default, linear, llama3; use SGLang.")
     return tuple(freq.tolist())

@@ -149,9 +149,7 @@ class Decoder:
             found.append(logp.gather(1, tokens[rows.start + 1 : rows.stop + 1, None]).squeeze(1))
         return torch.cat(found) if found else x.new_zeros(0)
 
-    def decode(
-        self, tokens: Tensor, positions: Tensor, windows: list[int], cache: KvCache, back: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, windows: list[int], cache: KvCache, back: Tensor | None = None) -> Tensor:
         """One token for each of rows 0..B-1.
 
         tokens, positions: int64 [B]; positions[b] is the index of tokens[b] in its sequence. windows: longest row
@@ -191,9 +189,7 @@ class Decoder:
         chosen: list[Tensor | None] = []
         for i, at in enumerate(positions.tolist()):
             one = slice(i, i + 1)
-            logits.append(
-                self.decode(tokens[one], positions[one], [at + 1], cache.row(i), None if back is None else back[one])
-            )
+            logits.append(self.decode(tokens[one], positions[one], [at + 1], cache.row(i), None if back is None else back[one]))
             chosen.append(self.chosen)
         self.chosen = torch.cat([c for c in chosen if c is not None]) if self.config.experts else None
         return torch.cat(logits)

@@ -76,9 +76,7 @@ class EngineProcess:
         code, last = self._child.exit_code, last_line(log)
         if code == 2:
             return BootRefused(f"{last} (log: {log})")
-        return EngineUnavailable(
-            f"embedded engine ended at boot with exit code {code}; last log line: {last} (log: {log})"
-        )
+        return EngineUnavailable(f"embedded engine ended at boot with exit code {code}; last log line: {last} (log: {log})")
 
     async def stop(self) -> None:
         """End the child this object started, politely first."""

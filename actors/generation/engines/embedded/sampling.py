@@ -61,9 +61,7 @@ def sample(
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
-def _sample_cut(
-    logprobs: Tensor, draws: NDArray[np.float64], top_k: NDArray[np.int64], top_p: NDArray[np.float32]
-) -> Tensor:
+def _sample_cut(logprobs: Tensor, draws: NDArray[np.float64], top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
     """As above among the k most likely tokens, and of these the fewest whose mass reaches p (at least one)."""
     probs, order = torch.sort(logprobs.exp(), stable=True, dim=-1, descending=True)
     before = probs.cumsum(-1) - probs

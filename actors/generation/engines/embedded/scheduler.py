@@ -285,9 +285,7 @@ class Scheduler:
 
     def _shed(self) -> None:
         """Rows outgrew the token budget: those that lose least go back to the head of the queue."""
-        while len(self._batch.requests) > 1 and not self._batch.cache.fits(
-            len(self._batch.requests), self._batch.longest()
-        ):
+        while len(self._batch.requests) > 1 and not self._batch.cache.fits(len(self._batch.requests), self._batch.longest()):
             request = min(self._batch.requests, key=lambda r: r.length)
             self._batch.remove(request)
             request.retractions += 1

@@ -143,9 +143,7 @@ class EngineServer:
             if request.finish is None:  # the client left
                 self.scheduler.abort(rid)
 
-    async def _stream(
-        self, http: web.Request, request: Request, with_logprobs: bool, started: float
-    ) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, request: Request, with_logprobs: bool, started: float) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
         start = 0

@@ -34,9 +34,7 @@ def load_weights(decoder: Decoder, model_dir: Path) -> int:
     """
     files = sorted(model_dir.glob("model*.safetensors"))
     if not files:
-        raise ModelRefused(
-            f"{model_dir} has no model*.safetensors; weights unchanged. Give a directory of safetensors."
-        )
+        raise ModelRefused(f"{model_dir} has no model*.safetensors; weights unchanged. Give a directory of safetensors.")
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         for path in files:
@@ -77,8 +75,7 @@ def load_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
                 raise ModelRefused(f"tensor {name} is unknown to this model; its bucket is left out.")
         elif tuple(tensor.shape) != shape or not tensor.dtype.is_floating_point:
             raise ModelRefused(
-                f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, the model has floats {shape}; its bucket is "
-                "left out."
+                f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, the model has floats {shape}; its bucket is left out."
             )
         elif slot is not None and tensor.dtype == torch.float8_e4m3fn and not _may_be_fp8(decoder, name):
             raise ModelRefused(f"tensor {name} is FP8, this engine's model has none; its bucket is left out.")

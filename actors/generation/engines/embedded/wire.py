@@ -161,9 +161,7 @@ def view_of(body: GenerateBody, eyes: Eyes | None) -> View | None:
         raise BadRequest(f"image_data refused: {error}") from None
 
 
-def to_request(
-    body: GenerateBody, rid: str, config: ModelConfig, max_total_tokens: int, view: View | None = None
-) -> Request:
+def to_request(body: GenerateBody, rid: str, config: ModelConfig, max_total_tokens: int, view: View | None = None) -> Request:
     """Check a body against the model and turn it into a Request. Raises BadRequest."""
     p = body.sampling_params
     prompt = body.input_ids
@@ -172,9 +170,7 @@ def to_request(
     if not prompt:
         raise BadRequest("input_ids is empty; send at least one token.")
     if min(prompt) < 0 or max(prompt) >= config.vocab:
-        raise BadRequest(
-            f"input_ids holds a token outside 0..{config.vocab - 1}; tokenise with the model's own tokenizer."
-        )
+        raise BadRequest(f"input_ids holds a token outside 0..{config.vocab - 1}; tokenise with the model's own tokenizer.")
     if (limit != 0 and len(prompt) >= room) or len(prompt) + limit > room:
         raise BadRequest(
             f"{len(prompt)} input tokens + {limit} new tokens exceed the context length of {room} tokens; "

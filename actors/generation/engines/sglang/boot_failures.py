@@ -213,9 +213,7 @@ def _kernels(launch: Launch, given: frozenset[str]) -> Answer:
 
 
 def _with(launch: Launch, name: str, args: dict[str, ArgValue], env: dict[str, str] | None = None) -> Answer:
-    changed = replace(
-        launch, args={**launch.args, **args}, env={**launch.env, **(env or {})}, degraded=(*launch.degraded, name)
-    )
+    changed = replace(launch, args={**launch.args, **args}, env={**launch.env, **(env or {})}, degraded=(*launch.degraded, name))
     return Answer(changed, 0.5, f"degraded: {name}")
 
 

@@ -20,9 +20,7 @@ from typing import Any
 import msgspec
 
 # A login shell's own variables: everything else may be why an engine behaves differently here than by hand.
-_ORDINARY = frozenset(
-    {"HOME", "LANG", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "USER", "_", "HOSTNAME", "LS_COLORS"}
-)
+_ORDINARY = frozenset({"HOME", "LANG", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL", "TERM", "USER", "_", "HOSTNAME", "LS_COLORS"})
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _HIDDEN = "(set, not shown)"
 _PACKAGES = (
@@ -86,9 +84,7 @@ def open_record(
     record._write()
     script = folder / "reproduce.sh"
     exports = [f"export {name}={shlex.quote(value)}" for name, value in unusual.items() if value != _HIDDEN]
-    script.write_text(
-        "\n".join(["#!/bin/sh", f"cd {shlex.quote(str(Path.cwd()))}", *exports, f"exec {shlex.join(argv)}", ""])
-    )
+    script.write_text("\n".join(["#!/bin/sh", f"cd {shlex.quote(str(Path.cwd()))}", *exports, f"exec {shlex.join(argv)}", ""]))
     script.chmod(0o700)
     return record
 

@@ -60,9 +60,7 @@ class Calls:
         try:
             return msgspec.json.decode(text, type=dict[str, Any])
         except UNREADABLE as error:
-            raise EngineUnavailable(
-                f"{self.base_url}{path} did not answer a JSON object ({error}); is this an engine?"
-            ) from None
+            raise EngineUnavailable(f"{self.base_url}{path} did not answer a JSON object ({error}); is this an engine?") from None
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         """Status and text of any answer."""

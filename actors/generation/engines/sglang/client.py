@@ -200,9 +200,7 @@ class SGLangClient(Engine):
                 f"{self.base_url} lost {fresh - len(pairs)} tokens of request {rid} after token {seen}; they are made again."
             )
         if made > request.max_new_tokens:
-            raise AnswerRefused(
-                f"{self.base_url} made {made} tokens for request {rid}, which asked for {request.max_new_tokens}"
-            )
+            raise AnswerRefused(f"{self.base_url} made {made} tokens for request {rid}, which asked for {request.max_new_tokens}")
         ids, logprobs = [pair.token_id for pair in pairs], [pair.logprob for pair in pairs]
         try:
             packed, floats = struct.pack(f"{fresh}i", *ids), struct.pack(f"{fresh}f", *logprobs)
@@ -295,9 +293,7 @@ class SGLangClient(Engine):
         body = {"model_path": path, "weight_version": version, "load_format": "auto", "flush_cache": False}
         await self._calls.post("/update_weights_from_disk", body)
 
-    async def update_weights_from_tensor(
-        self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()
-    ) -> None:
+    async def update_weights_from_tensor(self, handles: Sequence[str], version: str | None, quick: Sequence[str] = ()) -> None:
         """Load one flat bucket that the trainer exported, one handle per tensor-parallel rank; paused engines only. `quick`:
         handles for an engine that said in `info` that it runs our loader."""
         is_quick = bool(quick) and self._runs_our_loader

@@ -80,7 +80,6 @@ class QuickLoad:
             log.log(level, "bucket %d takes the long way: %s", layout.bucket, watch.other or "its memory is a copy")
         return False
 
-
     def receive(self, model: Any, layouts: Sequence[str], group: Any) -> None:
         """One version, bucket by bucket, from rank 0 of a group; on the GPU when this returns."""
         sizes = [size_of(msgspec.json.decode(text, type=Layout).tensors) for text in layouts]

@@ -85,9 +85,7 @@ class RouterClient:
         except TimeoutError:
             job = await self._job(url)
             why = f": {job.message}" if job.message else ""
-            raise RouterGone(
-                f"router {self.url} did not take up {engine_url} within {self._deadline_s:g} s{why}"
-            ) from None
+            raise RouterGone(f"router {self.url} did not take up {engine_url} within {self._deadline_s:g} s{why}") from None
 
     async def _ask_for(self, engine_url: str) -> None:
         body = {"url": engine_url, "worker_type": "regular"} | ({"api_key": self._token} if self._token else {})

@@ -68,9 +68,7 @@ class PlainSampler:
         return tokens
 
 
-def _plain(
-    logits: torch.Tensor, info: Any, top_logprobs: Sequence[int] | None, of_tokens: Sequence[Any] | None
-) -> bool:
+def _plain(logits: torch.Tensor, info: Any, top_logprobs: Sequence[int] | None, of_tokens: Sequence[Any] | None) -> bool:
     """Whether a batch needs temperature and log-probs of the drawn tokens only. Penalties, biases and masks are in the logits."""
     others = (
         info.is_all_greedy, info.need_top_p_sampling, info.need_top_k_sampling, info.need_min_p_sampling, info.grammars,

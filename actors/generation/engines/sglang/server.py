@@ -90,9 +90,7 @@ class SGLangServer:
             history.append(outcome)
             answer = next_step(self._launch, history, given=frozenset(map(flag_name, self._spec.server_args)))
             if answer.launch is None:
-                raise BootRefused(
-                    f"SGLang did not start, {outcome}; {answer.why}. {outcome.remedy} Boot folder: {record.folder}"
-                )
+                raise BootRefused(f"SGLang did not start, {outcome}; {answer.why}. {outcome.remedy} Boot folder: {record.folder}")
             text = f"{outcome}; trying {answer.why} (boot folder: {record.folder})"
             await self._report(EventKind.ENGINE_BOOT_FAILED, text, "warning")
             self._launch = answer.launch
