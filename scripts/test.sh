@@ -9,6 +9,7 @@ source scripts/lib.sh
 prepare "[test]"
 unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, and each would compile our packages anew
 .venv/bin/ruff check .
+.venv/bin/ruff format --check .
 .venv/bin/mypy >.venv/types.txt 2>&1 &
 types=$!
 trap 'kill $types 2>/dev/null || true' EXIT

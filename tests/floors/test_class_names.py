@@ -18,7 +18,6 @@ DOUBLED = {
     "Event": "an operator's, and a server-sent one of SGLang's: " + ENGINES,
     "Finding": "the doctor's, and those before a start",
     "Group": "of the settings, and of Ray's placement: launchers become records of their own",
-    "Muon": "torch has one of its own from 2.9 on, which replaces both",
     "Part": "of a group, and of an actor over several hosts: launchers become records of their own",
     "Seat": "a worker's among those that are sent to, and an actor's of Ray's",
     "Task": "the rollout program's is what users import; the quickstart's is data of a task",
