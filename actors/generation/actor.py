@@ -95,7 +95,7 @@ class Worker:
         await self._sharing.open()
         stop = asyncio.Event()
         try:
-            async with self._consumer.leased(self._leases.free), asyncio.TaskGroup() as tasks:
+            async with self._consumer.leased(self._leases.claimable), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow_orders(tail, stop))
                 tasks.create_task(self._keep_engine(stop))
                 tasks.create_task(self._pace.follow(self._consumer.reader, stop))

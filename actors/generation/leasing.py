@@ -73,12 +73,19 @@ class Leases:
 
     def free(self) -> int:
         """Samples that may be taken now: none without a current version."""
+        return max(0, self.slots - self._context.in_flight) if self._may_take() else 0
+
+    def claimable(self) -> int:
+        """How many that a dead worker left may be taken over now. Full workers do too, up to a quarter of their slots, and begin
+        them at the next free ones: where prompts always wait no slot is free at the moment of asking, and those are older."""
+        room = max(self.free(), self.slots // 4, 1) if self._may_take() else 0
+        return max(0, room - self._consumer.reader.offered)
+
+    def _may_take(self) -> bool:
         link = self._link
         if link.serving is None or self._ordered() or link.absent:
-            return 0
-        if self._sharing.aside or link.released or not self._takes:
-            return 0
-        return max(0, self.slots - self._context.in_flight)
+            return False
+        return not self._sharing.aside and not link.released and self._takes
 
     async def take(self, samples: asyncio.TaskGroup, handle: Callable[[Entry], Coroutine[Any, Any, None]]) -> None:
         """Until draining: waits for a free slot and a current version (woken by `done`), then for entries."""

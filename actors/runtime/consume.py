@@ -372,7 +372,8 @@ def _key(entry: Entry) -> tuple[str, str]:
 
 
 async def keep_leases(context: Context, reader: Reader, stop: asyncio.Event, free: Callable[[], int] = lambda: 64) -> None:
-    """Renew what this reader holds and take over what the dead left, as far as it is `free` to; woken by time or the end."""
+    """Renew what this reader holds and take over what the dead left, as far as it is `free` to; woken by time or the end. What is
+    taken over goes before all that is new."""
     lease_s = context.bus.config.lease_s
     while not await within(lease_s / 4, stop):
         lost = await reader.renew()

@@ -137,6 +137,11 @@ class Reader:
         for entry in entries:
             self.held.pop((entry.stream.name, entry.id), None)
 
+    @property
+    def offered(self) -> int:
+        """Claimed entries that the next reads hand out."""
+        return len(self._offered)
+
     def offer(self, entries: Iterable[Entry]) -> None:
         """Hand out claimed entries at the next reads."""
         self._offered += entries
