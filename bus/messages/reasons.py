@@ -7,6 +7,7 @@ To add a reason: declare it here, give it where the drop is decided, and let `te
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Self
 
@@ -157,4 +158,6 @@ def declared(reason: str) -> DropReason | None:
 def meaning(reason: str) -> str:
     """Why something was dropped, in words, also for a reason of the user's own."""
     known = declared(reason)
-    return known.meaning if known is not None else "a reason of the run's own filter"
+    if known is None:
+        return "a reason of the run's own filter"
+    return re.sub(rf"\b{known.tail}\b", reason.removeprefix(known), known.meaning) if known.tail else known.meaning

@@ -61,8 +61,8 @@ async def test_programs_that_use_up_their_time_have_failed_and_the_run_goes_on(
 ENDS = "end of the sandbox"
 FRAGILE = PROGRAM.replace(
     "main()",
-    f"import os; from actors.runtime import sandbox_child as it; Job = it.Job; "
-    f"it.Job = lambda order, line: os._exit(1) if {ENDS!r} in order['code'] else Job(order, line); main()",
+    f"import os; from actors.runtime import sandbox_child as it; Job = it.SandboxJob; "
+    f"it.SandboxJob = lambda order, line: os._exit(1) if {ENDS!r} in order['code'] else Job(order, line); main()",
 )
 
 

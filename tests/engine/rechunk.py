@@ -15,6 +15,7 @@ from aiohttp import web
 
 from actors.generation.engines.sglang.args import INSIDE
 from actors.generation.engines.sglang.inside import TESTED, Answer, Order
+from actors.generation.engines.sglang.wire import NEVER_MIXES
 
 QUIET_S = 0.1
 
@@ -70,7 +71,8 @@ class Rechunked:
         async with self._http.get(f"{self._engine_url}/server_info") as answer:
             info = await answer.json()
         return web.json_response(
-            info | {"version": self._sglang, "stream_interval": self._per_chunk, "custom_weight_loader": [INSIDE]}
+            info
+            | {NEVER_MIXES: False, "version": self._sglang, "stream_interval": self._per_chunk, "custom_weight_loader": [INSIDE]}
         )
 
     async def _pass(self, request: web.Request) -> web.Response:

@@ -15,7 +15,7 @@ from miles_async.settings.runs import find_run, write_run_file
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "transformers", "numpy", "pyarrow", "rich")
-HEAVY = (*LIBRARIES, "redis", "actors.runtime", "actors.trainer.objective", "bus", "asyncio")
+HEAVY = (*LIBRARIES, "redis", "actors.runtime.context", "actors.runtime.run", "actors.trainer.objective", "bus", "asyncio")
 CONFIG = """
 [model]
 hf_checkpoint = "builtin:arithmetic"

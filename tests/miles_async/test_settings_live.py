@@ -13,9 +13,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from actors.filter.judges import JUDGES
+from actors.generation.engines.records import ENGINES
 from actors.partial.decide import POLICIES
 from actors.reward.rules import RULES
 from actors.reward.scorer import BOXED, OTHERS
+from actors.runtime.transports.records import TRANSPORTS
 from actors.trainer.objective_estimators import ESTIMATORS
 from actors.trainer.training.ranked import LIBRARIES
 from bus import Bus
@@ -262,6 +264,8 @@ def test_shipped_names_are_those_of_the_rooms() -> None:
         "dynamic_sampling_filter_path": sorted(JUDGES),
         "buffer_filter_path": sorted(POLICIES),
         "train_backend": sorted(LIBRARIES),
+        "engine": sorted(ENGINES),
+        "update_weight_transport": sorted(TRANSPORTS),
     }
 
 

@@ -71,7 +71,9 @@ async def test_the_state_is_that_of_the_commands_and_new_steps_follow(redis_url:
         prompts, scored = state["flow"]["streams"]["prompts"], state["flow"]["streams"]["scored"]
         assert (prompts["depth"], prompts["held"], scored["held"]) == (3, 1, 1)
         assert state["flow"]["open_groups"] == 2 and state["engines"]["serving"] == [[1, 2]]
-        assert state["drops"]["total"] == [["zero_std_0", 1, "all rewards of the group are equal: no advantage to learn from"]]
+        assert state["drops"]["total"] == [
+            ["zero_std_0", 1, "all rewards of the group are equal (0, rounded to one decimal): no advantage to learn from"]
+        ]
         assert [a["who"] for a in state["alarms"]][-1] == "reward: retry"
         assert page.curves["columns"]["dropped/zero_std_0"] == [1.0]
         await page.story.say(POLICY, step_done(2, raw_reward=0.75))
