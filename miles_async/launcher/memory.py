@@ -28,10 +28,10 @@ from actors.trainer.batch.memory import (
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.layout import ModelShape, RankLayout, layout_of, refusals
+from miles_async.launcher.lora import adapted
 from miles_async.launcher.plan import told
 from miles_async.settings.colocate import memory_fraction
 from miles_async.settings.errors import SettingsError, refusal, show
-from miles_async.settings.lora import adapted
 from miles_async.settings.run import RunSettings
 
 GIB = 1 << 30

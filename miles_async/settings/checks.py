@@ -10,7 +10,6 @@ from typing import Any
 
 from miles_async.settings.checkpoints import is_torch_dist
 from miles_async.settings.errors import SettingsError, parsed, refusal
-from miles_async.settings.lora import check_lora
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import check_second_models, reference_dir, start_dir
 
@@ -36,7 +35,6 @@ def check_model(settings: RunSettings) -> dict[str, Any]:
     _check_experts(settings, config)
     _check_starts(settings)
     check_second_models(settings)
-    check_lora(settings)
     if (context := model_context(config)) is not None:
         _check_lengths(settings, context)
     return config

@@ -18,7 +18,6 @@ THROUGH_OTHERS = {
     "use_icepop": "Flat.off_policy_correction",
     "use_decoupled_loss": "Flat.off_policy_correction",
     "no_correction": "the rule of stale data asks for it",
-    "lora_dropout": "Miles' scripts say 0, and nothing else is taken",
     "opd_type": "it says which of two teachers is asked",
     "opd_teacher_ckpt_step": "second_models.py resolves the teacher's directory",
     "max_workers": "Flat.most_workers",

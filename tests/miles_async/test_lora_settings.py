@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from miles_async.cli.app import main
+from miles_async.launcher.lora import adapted, check_lora
 from miles_async.launcher.memory import Sizes, Trainer
-from miles_async.settings.checks import check_model
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import settings_from
-from miles_async.settings.lora import adapted
 from miles_async.settings.run import RunSettings
 
 MODULES = {"self_attn.q_proj": (16, 8), "self_attn.o_proj": (8, 16), "mlp.down_proj": (8, 24)}
@@ -66,17 +65,17 @@ def test_settings_that_cannot_take_effect_are_refused(fields: dict[str, object],
 )
 def test_what_does_not_fit_the_model_is_refused_before_anything_starts(fields: dict[str, object], said: str, model: Path) -> None:
     with pytest.raises(SettingsError, match=said) as error:
-        check_model(settings(model, **fields))
+        check_lora(settings(model, **fields))
     assert "\n" not in str(error.value)
-    check_model(settings(model))
+    check_lora(settings(model))
 
 
 def test_experts_are_named_where_they_get_no_adapters(model: Path) -> None:
     weights = load_file(model / "model.safetensors") | {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(4, 4)}
     save_file(weights, model / "model.safetensors")
     with pytest.raises(SettingsError, match="experts get no adapters here"):
-        check_model(settings(model))
-    check_model(settings(model, target_modules="q_proj"))
+        check_lora(settings(model))
+    check_lora(settings(model, target_modules="q_proj"))
 
 
 def test_memory_is_counted_for_what_is_trained(model: Path) -> None:
