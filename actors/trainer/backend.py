@@ -32,6 +32,11 @@ class TorchConfig(msgspec.Struct, frozen=True, kw_only=True, tag="torch"):
     compile: str  # auto (on a GPU), on or off
     attn_implementation: str  # auto, sdpa, flash_attention_2 or flash_attention_3
     true_on_policy_mode: bool  # compute as SGLang's deterministic mode does (torch_backend/matched.py)
+    lora_rank: int  # 0 = all weights are trained (lora/)
+    lora_alpha: int
+    target_modules: str | None
+    exclude_modules: str | None
+    lora_adapter_path: str | None
 
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):

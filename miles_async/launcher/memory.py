@@ -28,6 +28,7 @@ from actors.trainer.batch.memory import (
 from actors.trainer.megatron_backend.config import MegatronConfig
 from actors.trainer.megatron_backend.families import describe
 from actors.trainer.megatron_backend.layout import ModelShape, RankLayout, layout_of, refusals
+from miles_async.launcher.lora import adapted
 from miles_async.launcher.plan import told
 from miles_async.settings.colocate import memory_fraction
 from miles_async.settings.errors import SettingsError, refusal, show
@@ -49,6 +50,8 @@ class Sizes:
     experts: int = 0
     ends: int = 0
     end: int = 0
+    adapters: int = 0
+    """elements that LoRA trains in place of the others"""
 
     @property
     def total(self) -> int:
@@ -60,6 +63,9 @@ def check_memory(s: RunSettings, config: Mapping[str, Any]) -> tuple[str, ...]:
     if s.model.builtin_name is not None or s.launch.debug_rollout_only:
         return ()
     total, sizes = gpu_bytes(), parameters(Path(s.model.hf_checkpoint))
+    if s.flat.lora_rank and sizes.total:
+        with suppress(Refused):  # told elsewhere
+            sizes = replace(sizes, adapters=adapted(s.flat, Path(s.model.hf_checkpoint)))
     if total is None or not sizes.total:
         return ()
     trainer = Trainer(s, sizes, config, total)
@@ -139,6 +145,12 @@ class Trainer:
         others = int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load))
         tokens = self._tokens()
         kept = self.activations(tokens) if tokens else 0
+        if s.flat.lora_rank:
+            others -= int(s.flat.needs_reference)  # it is the base, which stands here once, unless --ref-load names another
+            others += int(s.flat.needs_reference and s.ckpt.ref_load != s.model.hf_checkpoint)
+            mine = trained * (self.sizes.adapters + (models - 1) * self.sizes.total) + frozen * (1 + others) * self.sizes.total
+            gathered = whole and gathers(s.perf.fsdp_shard, models * self.sizes.total, ranks, kept, self.gpu)
+            return mine // ranks + (whole * self.sizes.total if gathered else 0)
         if not whole or not gathers(s.perf.fsdp_shard, models * self.sizes.total, ranks, kept, self.gpu):
             return (trained * models + frozen * others) * self.sizes.total // ranks
         return (SHARED_BYTES * models + frozen * others) * self.sizes.total // ranks + whole * models * self.sizes.total

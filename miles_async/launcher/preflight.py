@@ -18,6 +18,7 @@ from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.fetch import still_to_fetch, with_models
+from miles_async.launcher.lora import check_lora
 from miles_async.launcher.memory import check_memory
 from miles_async.launcher.templates import check_template
 from miles_async.settings.checks import check_model, check_trackers, model_context
@@ -60,6 +61,8 @@ def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: b
     refused = Refusals()
     settings = refused.attempt(with_models, settings, dry_run=True) or settings
     config = refused.attempt(check_model, settings) or {}
+    if config:
+        refused.attempt(check_lora, settings)
     hints = [note for note in (still_to_fetch(settings),) if note]
     hints += refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ()
     hints += refused.attempt(check_memory, settings, config) or ()

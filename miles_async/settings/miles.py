@@ -114,7 +114,10 @@ WHY_NOT: tuple[tuple[str, str], ...] = (
      "--output-dir --model-dir --data-dir --local-dir --save-dir --join-ray-workers --cuda-visible-devices --enable-eval"),
     ("The critic is trained beside the policy, by the same processes.", "--critic-*"),
     ("Running engines are given with --engine external --rollout-external-engine-addrs.", "--rollout-external"),
-    ("There is no LoRA.", "--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-* --check-lora-*"),
+    (
+        "A run trains one adapter of whole matrices, under Hugging Face's names, and engines get it merged (docs/lora.md).",
+        "--lora-* --multi-lora-* --experts-shared-* --check-lora-*",
+    ),
     ("The model is of a family that is not here.", "--dsv4-*"),
     (
         "Tools that ship are --tools; one of yours is asked by a rollout program (session.tell) or belongs to an agent "

@@ -13,6 +13,7 @@ from miles_async.settings import (
     colocate,
     functions,
     governor,
+    lora,
     megatron,
     objective,
     prompts,
@@ -156,6 +157,7 @@ RULES: tuple[Rule, ...] = (
     *governor.RULES,
     *colocate.RULES,
     *megatron.RULES,
+    *lora.RULES,
 )
 
 

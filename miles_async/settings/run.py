@@ -16,6 +16,7 @@ from miles_async.settings.groups import (
     GovernorSettings,
     GrpoSettings,
     LaunchSettings,
+    LoraSettings,
     ModelSettings,
     OptimizerSettings,
     ParallelSettings,
@@ -37,6 +38,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     parallel: ParallelSettings
     grpo: GrpoSettings
     optimizer: OptimizerSettings
+    lora: LoraSettings
     sglang: SglangSettings
     bus: BusSettings
     launch: LaunchSettings

@@ -91,7 +91,7 @@ def test_help_says_of_each_flag_of_miles_what_it_is_here(capsys):
     assert rows["--rollout-batch-size"] == "the same" and "config.json" in rows["--padded-vocab-size"]
     assert rows["--tis-threshold"].startswith("--tis-clip") and "--name" not in rows
     assert rows["--sglang-router-NAME"] == "passed on to the program: --router-NAME"
-    assert {why_not(flag) for flag in ("--lora-rank", "--allgather-cp")} <= {why for why, _ in WHY_NOT}
+    assert {why_not(flag) for flag in ("--lora-type", "--allgather-cp")} <= {why for why, _ in WHY_NOT}
     assert why_not("--nonsense") == ""
 
 
@@ -109,9 +109,9 @@ def test_a_flag_is_explained_from_its_declaration(capsys):
         "correction bounds are ordered (objective.py)",
     ):
         assert said in shown
-    shown = explained("max_weight_staleness", "--no-rollout-shuffle", "--lora-rank", "--moe-permute-fusion")
+    shown = explained("max_weight_staleness", "--no-rollout-shuffle", "--lora-type", "--moe-permute-fusion")
     assert "stale data is corrected" in shown and "others follow staleness_lookahead" in shown and "while it runs fixed" in shown
-    assert "--lora-rank: refused: There is no LoRA." in shown and "--moe-permute-fusion: a field of megatron-core" in shown
+    assert "--lora-type: refused: A run trains one adapter" in shown and "--moe-permute-fusion: a field of megatron-core" in shown
     assert "no such flag" in explained("governor_min_ess") and "the same flag" in explained("lr")
     # A rule that asks a property of all settings looks at what that is made of, and a table of names in it is looked through.
     assert "inner deadlines are shorter" in explained("lease_s")
@@ -164,13 +164,13 @@ def test_a_dry_run_tells_all_that_is_wrong_at_once(tmp_path):
         "def none(step, waiting):\n    return None\n"
         "async def nothing(task, session):\n    return None\n"
     )
-    words = "--hf-checkpoint nowhere --prompt-data gone.jsonl --min-lr 1 --lora-rank 8 --rm-type none "
+    words = "--hf-checkpoint nowhere --prompt-data gone.jsonl --min-lr 1 --lora-type lora --rm-type none "
     words += "--eval-prompt-data e gone-too.jsonl --eval-interval 2 "
     words += "--custom-rm-path mine.two --dynamic-sampling-filter-path mine.raises --buffer-filter-path mine.none"
     words += " --custom-generate-function-path mine.nothing --custom-config-path gone.yaml"
     done = in_process("train", "c.toml", "second.toml", "--dry-run", *words.split(), cwd=tmp_path)
     said = [line.removeprefix("miles-async train: ").split(" ")[0] for line in done.stderr.splitlines()]
-    fields = ["--lora-rank", "one", "min_lr", "hf_checkpoint", "prompt_data", "eval_prompt_data"]
+    fields = ["--lora-type", "one", "min_lr", "hf_checkpoint", "prompt_data", "eval_prompt_data"]
     fields += ["custom_config_path", "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path"]
     assert (done.returncode, said) == (2, [*fields, "custom_generate_function_path"])
     assert "(sample: dict) or (args, sample) -> number or table" in done.stderr and "raised TypeError" in done.stderr

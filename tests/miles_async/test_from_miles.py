@@ -155,7 +155,7 @@ def test_a_script_is_tried_without_a_gpu(tmp_path: Path) -> None:
 def test_all_refusals_come_at_once_and_name_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "run.sh"
     script.write_text("""X=(--lr $(cat lr.txt) --num-layers $(layers)
-  --hf-checkpoint ${MODEL_OF_TEST} --lora-rank 8 --rollout-bach-size 4)
+  --hf-checkpoint ${MODEL_OF_TEST} --lora-type lora --rollout-bach-size 4)
 nvidia-smi -L && X+=(--use-tis --tis-clip 3)
 for seed in 1 2; do
   python3 train_async.py ${X[@]} --seed $seed --save a b
@@ -169,7 +169,9 @@ done
     assert "${MODEL_OF_TEST} is set nowhere (run.sh:2)" in said[1]
     assert "X is set in what `&&` joins at run.sh:3" in said[2] and "Give --use-tis or --no-use-tis behind" in said[2]
     assert "seed is set in the `for` at run.sh:4" in said[3] and "Did you mean --rollout-batch-size?" in said[4]
-    assert any("There is no LoRA" in line for line in said[5:]) and any("'b' belongs to no flag" in line for line in said[5:])
+    assert any("A run trains one adapter" in line for line in said[5:]) and any(
+        "'b' belongs to no flag" in line for line in said[5:]
+    )
     assert "--num-layers $(layers)" in out and "left out: $(layers) is not run" in out
     assert "train_async.py generates while it trains" in out
 

@@ -13,7 +13,7 @@ SOLVED = {"name", "model_dtype", "use_dynamic_batch_size", "global_batch_size", 
 
 def test_the_groups_are_there():
     assert list(groups()) == [
-        "model", "ckpt", "rollout", "eval", "perf", "parallel", "grpo", "optimizer", "sglang", "bus", "launch", "trackers",
+        "model", "ckpt", "rollout", "eval", "perf", "parallel", "grpo", "optimizer", "lora", "sglang", "bus", "launch", "trackers",
         "governor", "architecture",
     ]  # fmt: skip
 

@@ -24,6 +24,8 @@ from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.batch.memory import SIZES, WORTH_COMPILING, activation_bytes, gathers, recomputed
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
+from actors.trainer.lora.adapters import AdaptedPolicy
+from actors.trainer.lora.peft import Lora
 from actors.trainer.torch_backend import attention, experts
 from actors.trainer.torch_backend.compiled import compile_layers
 from actors.trainer.torch_backend.critic import CriticTraining
@@ -42,7 +44,6 @@ from actors.trainer.training.routes import mode_of
 from actors.trainer.training.state import (
     CRITIC,
     CRITIC_OPTIMIZER,
-    MODEL,
     OLD_ACTORS,
     OPTIMIZER,
     REFERENCE,
@@ -53,6 +54,7 @@ from actors.trainer.training.state import (
     read_state,
 )
 from actors.trainer.training.step import settle_objective
+from bus.errors import CheckpointOfAnother
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +83,7 @@ class Core(Passes):
         self.fp8 = scheme_of(self.published_as)
         if self.own.true_on_policy_mode and self.fp8 is not None:
             raise Refused("true_on_policy_mode: engines that serve FP8 compute other log-probs. Leave the mode out.")
-        self.reference: Policy | None = None
-        if self.objective.needs_ref_logp:
-            self.reference = self._load(config.ref_load or config.hf_checkpoint, trainable=False)
+        self.reference: nn.Module | None = self._load_reference() if self.objective.needs_ref_logp else None
         self.teacher = self._load_teacher()
         masters = ranks.alone and self.dtype != torch.float32
         self.weights = Weights(self.policy.named_weights(), masters=masters)
@@ -111,6 +111,7 @@ class Core(Passes):
             ("a critic", self.objective.estimator.critic),
             ("FP8", scheme_of(config.published_as or path) is not None),
             ("routing replay", bool(mode_of(config))),
+            ("LoRA", self.own.lora_rank > 0),
             ("a reference or teacher of another family", any(other and family_of(other) != kind for other in others)),
         ):
             if kind and wanted:
@@ -121,12 +122,39 @@ class Core(Passes):
         checkpointing = self.own.gradient_checkpointing and trainable
         policy = load_policy(path, trainable=trainable, gradient_checkpointing=checkpointing)
         if trainable:
+            policy = self._adapted(policy, path)
             self.compiles = self._compiles(policy)
             self.shards.gathers = self._gathers(policy)
         self._place(policy)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
+
+    def _adapted(self, policy: Policy, path: str) -> Policy:
+        """With adapters beside its frozen weights, where that is asked for."""
+        own = self.own
+        if not own.lora_rank:
+            return policy
+        others = (("--true-on-policy-mode", own.true_on_policy_mode), ("an FP8 base", scheme_of(path) is not None))
+        for name, wanted in (*others, ("--optimizer muon", self.config.optimizer == "muon")):
+            if wanted:
+                raise Refused(f"lora_rank={own.lora_rank}: {name} is not carried with LoRA. Leave one of the two out.")
+        lora = Lora(
+            rank=own.lora_rank,
+            alpha=own.lora_alpha,
+            targets=own.target_modules or "",
+            exclude=own.exclude_modules or "",
+            path=own.lora_adapter_path or "",
+        )
+        return AdaptedPolicy(policy.hf, lora, path=path, seed=self.config.seed)
+
+    def _load_reference(self) -> nn.Module:
+        """Of a policy with adapters its own base, unless another is named."""
+        c = self.config
+        own = self.policy.base() if c.ref_load in ("", c.hf_checkpoint) else None
+        if self.own.lora_rank and c.ref_update_interval:
+            raise Refused(f"ref_update_interval={c.ref_update_interval}: LoRA's reference is the frozen base. Leave it out.")
+        return own or self._load(c.ref_load or c.hf_checkpoint, trainable=False)
 
     def _compiles(self, policy: Policy) -> bool:
         """auto: where flash attention runs, and a step is slow enough to earn back what compiling takes."""
@@ -213,8 +241,7 @@ class Core(Passes):
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights in the computing type, or FP8 where that is served; nothing on other ranks than 0."""
-        for name, p in self.policy.named_weights().items():
-            whole = self.shards.whole(p, self.dtype, live=True)
+        for name, whole in self.policy.served(self.shards, self.dtype):
             for part, tensor in unfused(name, whole) if whole is not None else ():
                 if self.fp8 is None:
                     yield part, tensor
@@ -236,7 +263,7 @@ class Core(Passes):
         """What a checkpoint holds, by file; of the optimizers nothing where they are left out."""
         critic, optimizers = self.critic, not self.config.no_save_optim
         return {
-            MODEL: self.weights.params,
+            self.policy.file: self.weights.params,
             OPTIMIZER: self.optimizer.state() if optimizers else {},
             REFERENCE: self._moving_reference(),
             OLD_ACTORS: self.old_actors.tensors(),
@@ -253,9 +280,10 @@ class Core(Passes):
         export = partial(export_files, self.config.hf_checkpoint, self.policy.hf, with_tokenizer=True)
         return TrainingState(
             tensors,
-            beside=export(torch.float32),
+            beside=self.policy.beside(export(torch.float32)),
             dtype=self.dtype,
             hf_beside=export(self.dtype),
+            write_weights=self.policy.write_weights,
             scalars=Scalars(
                 optimizer=self.config.optimizer,
                 optimizer_steps=0 if leave_out else self.optimizer.steps,
@@ -281,15 +309,14 @@ class Core(Passes):
         return {name: t for name, t in whole.items() if t is not None}
 
     def _moving_reference(self) -> dict[str, Tensor]:
-        if self.reference is None or not self.config.ref_update_interval:
-            return {}
-        return dict(self.reference.named_weights())
+        reference = self.reference if self.config.ref_update_interval else None
+        return dict(reference.named_weights()) if isinstance(reference, Policy) else {}
 
     # -- restore ------------------------------------------------------------------------------------------------
 
     def read(self, directory: Path, drops: tuple[str, ...] = ()) -> TrainingState:
         """A checkpoint of this model and optimizer, verified; rank 0 only. Raises CheckpointRefused."""
-        return read_state(
+        state = read_state(
             directory,
             model_type=self.policy.hf.config.model_type,
             shapes=self.shapes,
@@ -297,12 +324,15 @@ class Core(Passes):
             needs_optim="optim" not in drops and not self.config.no_save_optim,
             expected=self._expected,
         )
+        if why := self.policy.other_adapters(directory):
+            raise CheckpointOfAnother(f"checkpoint {directory} refused: {why}. Nothing was changed. Set them as they were.")
+        return state
 
     def _expected(self, scalars: Scalars) -> dict[str, Shapes]:
         """Tensors of a checkpoint that this run takes up, by file, with their shapes."""
         critic, shapes = self.critic, self.shapes
         return {
-            MODEL: shapes,
+            self.policy.file: shapes,
             OPTIMIZER: _moments(self.optimizer, shapes, scalars.optimizer_steps),
             REFERENCE: shapes if self._moving_reference() else {},
             OLD_ACTORS: {f"{step}/{name}": shape for step in scalars.old_actors for name, shape in shapes.items()},
@@ -316,7 +346,7 @@ class Core(Passes):
         state, fresh = read, "optim" in drops
         scalars = msgspec.json.decode(self.ranks.broadcast(msgspec.json.encode(state.scalars) if state else None), type=Scalars)
         given: Mapping[str, Mapping[str, Tensor]] = defaultdict(dict, state.tensors if state else {})
-        self._take(self.weights, self.optimizer, 0 if fresh else scalars.optimizer_steps, given[MODEL], given[OPTIMIZER])
+        self._take(self.weights, self.optimizer, 0 if fresh else scalars.optimizer_steps, given[self.policy.file], given[OPTIMIZER])
         for name, ref in self._moving_reference().items():
             ref.copy_(self.shards.part(given[REFERENCE].get(name), ref))
         self.old_actors.clear()

@@ -108,7 +108,8 @@ class _TokenHead(torch.autograd.Function):
         hidden, weight, targets, entropy, *kept = ctx.saved_tensors
         # Chunks add up in float32: a bf16 sum of many chunks would lose the small ones.
         wide = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=wide)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None  # LoRA's head is frozen
         for first in range(0, hidden.shape[0], ctx.chunk):
             part = slice(first, first + ctx.chunk)
             warm = rows_of(ctx.temperature, part)
@@ -122,8 +123,9 @@ class _TokenHead(torch.autograd.Function):
                 d /= warm
             d = d.to(hidden.dtype)
             grad_hidden[part] = d @ weight
-            grad_weight += d.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            if grad_weight is not None:
+                grad_weight += d.T @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 @cache
@@ -179,7 +181,7 @@ class _FusedHead(torch.autograd.Function):
         by_logp, by_entropy = grads[0].contiguous(), grads[1].contiguous() if ctx.entropy_gradient else None
         grad_hidden = torch.empty_like(hidden)
         # Chunks add up in float32: a sum of many chunks in half precision would lose the small ones.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for first in range(0, hidden.shape[0], ctx.chunk):
             part = slice(first, first + ctx.chunk)
             logits = kept[first // ctx.chunk] if kept else hidden[part] @ weight.T
@@ -188,8 +190,9 @@ class _FusedHead(torch.autograd.Function):
                 None if by_entropy is None else by_entropy[part],
             )  # fmt: skip
             torch.mm(d, weight, out=grad_hidden[part])
-            _add_product(grad_weight, d.T, hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            if grad_weight is not None:
+                _add_product(grad_weight, d.T, hidden[part])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

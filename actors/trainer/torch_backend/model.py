@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from actors.runtime.vision import family_of
 from actors.trainer.torch_backend import attention, experts, fp8
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.layout import MicroBatch
+from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.export import TOKENIZER_FILES
+from actors.trainer.training.state import MODEL, write_whole
 
 log = logging.getLogger(__name__)
 FAMILIES = ("llama", "qwen2", "qwen3", *experts.FAMILIES, *SIGHTED)
@@ -29,7 +32,11 @@ RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": Fals
 
 
 class Policy(nn.Module):
-    """A causal language model that answers with log-probs. Parameters keep their Hugging Face names under `hf.`."""
+    """A causal language model that answers with log-probs. Parameters keep their Hugging Face names under `hf.`. What a policy with
+    adapters does otherwise (trainer/lora) stands in the verbs below `named_weights`."""
+
+    file = MODEL
+    """of a checkpoint, with `named_weights`"""
 
     def __init__(self, hf: Any) -> None:
         super().__init__()
@@ -52,8 +59,29 @@ class Policy(nn.Module):
         return list(self.hf.model.layers)
 
     def named_weights(self) -> dict[str, nn.Parameter]:
-        """Parameters under their Hugging Face names, tied ones once."""
+        """What is trained: parameters under their Hugging Face names, tied ones once."""
         return dict(self.hf.named_parameters())
+
+    def served(self, shards: TorchShards, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | None]]:
+        """The weights as engines serve them, whole and where they are; None on other ranks than 0. Every rank must take all."""
+        for name, p in self.named_weights().items():
+            yield name, shards.whole(p, dtype, live=True)
+
+    def base(self) -> nn.Module | None:
+        """The reference that these weights themselves are, if any."""
+        return None
+
+    def beside(self, files: dict[str, bytes]) -> dict[str, bytes]:
+        """Small files of a checkpoint, of those of its whole model."""
+        return files
+
+    def write_weights(self, directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        """The whole model of a checkpoint's `tensors`, as Hugging Face has it. Raises OSError."""
+        write_whole(directory, tensors, dtype)
+
+    def other_adapters(self, directory: Path) -> str:
+        """How a checkpoint's adapters differ in what shapes do not tell; empty: they do not."""
+        return ""
 
 
 class SightedPolicy(Policy):

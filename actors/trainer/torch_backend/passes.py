@@ -29,7 +29,7 @@ class Passes(Core):
     """The half of the torch `Core` that computes; the other half loads and stores what is named here."""
 
     policy: Policy
-    reference: Policy | None
+    reference: nn.Module | None
     teacher: Policy | None
     critic: CriticTraining | None
     weights: Weights
@@ -150,7 +150,7 @@ class Passes(Core):
 
     @torch.no_grad()
     def refresh_reference(self) -> None:
-        if self.reference is not None:
+        if isinstance(self.reference, Policy):
             targets, sources = self.reference.named_weights(), self.policy.named_weights()
             for name, p in targets.items():
                 p.copy_(sources[name])

@@ -1,6 +1,7 @@
 """A copy of training state in host memory, and the files it becomes: those of a library whose rank 0 has it all.
 
-    model.safetensors (float32), config.json and tokenizer: a model directory for whoever wants one
+    model.safetensors (float32), config.json and tokenizer: a model directory for whoever wants one; with LoRA
+    adapter_model.safetensors (float32) and adapter_config.json: a PEFT directory
     optimizer.safetensors, reference.safetensors (when it moves), old_actors.safetensors (with keep_old_actor),
     critic.safetensors and critic_optimizer.safetensors (with a critic), scalars.json
 
@@ -19,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from actors.trainer.lora.peft import ADAPTER
 from actors.trainer.training.export import unfused
 from actors.trainer.training.files import (
     FileEntry,
@@ -41,6 +43,7 @@ OLD_ACTORS = "old_actors.safetensors"
 SCALARS = "scalars.json"
 NAMED = {
     MODEL: "weights",
+    ADAPTER: "adapters",
     OPTIMIZER: "optimizer state",
     REFERENCE: "reference",
     OLD_ACTORS: "old actors",
@@ -81,6 +84,8 @@ class TrainingState:
     """type the model computes in, and engines serve"""
     hf_beside: dict[str, bytes] = field(default_factory=dict)
     """`beside` for weights of that type"""
+    write_weights: Callable[[Path, dict[str, Tensor], torch.dtype], None] | None = None
+    """`Policy.write_weights`, where more than `write_whole` does makes the model"""
 
     def write(self, directory: Path) -> dict[str, FileEntry]:
         """Write every file but the index, flush each. A file of an earlier attempt is replaced. Raises OSError."""
@@ -96,8 +101,13 @@ class TrainingState:
             part.mkdir(parents=True)
             for name, data in self.hf_beside.items():
                 write_bytes(part / name, data, durable=True)
-            whole = (pair for fused in self.tensors[MODEL].items() for pair in unfused(*fused))
-            write_tensors(part / MODEL, {name: t.to(self.dtype) for name, t in whole}, durable=True)
+            (self.write_weights or write_whole)(part, next(filter(None, map(self.tensors.get, (MODEL, ADAPTER))), {}), self.dtype)
+
+
+def write_whole(directory: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """A checkpoint's weights as Hugging Face has them. Raises OSError."""
+    whole = (pair for fused in tensors.items() for pair in unfused(*fused))
+    write_tensors(directory / MODEL, {name: t.to(dtype) for name, t in whole}, durable=True)
 
 
 class StateFiles:

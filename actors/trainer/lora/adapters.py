@@ -1,0 +1,139 @@
+"""A policy of which adapters alone are trained; its base is frozen.
+
+Owns the adapters: float32 until the core narrows the model, named as peft names them. Always true: B A of zeros changes no bit, and
+inside `bare` the model computes as its base does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from actors.runtime.run import Refused
+from actors.runtime.seeds import seed_for
+from actors.trainer.lora import peft
+from actors.trainer.lora.merge import merged, written
+from actors.trainer.lora.peft import ADAPTER, ADAPTER_CONFIG, PREFIX, Lora
+from actors.trainer.torch_backend.layout import MicroBatch
+from actors.trainer.torch_backend.model import Policy
+from actors.trainer.torch_backend.shards import TorchShards
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter beside its frozen weight: x [..., in] -> x W' + scale * x A' B' [..., out]."""
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    scale: float
+    bare: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        if self.bare:
+            return out
+        return out + F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scale
+
+
+def _adapt(linear: nn.Linear, scale: float, rank: int, seed: int) -> LoraLinear:
+    """The same module, with an adapter: A uniform within 1 / sqrt(in), as peft has it, and B zero."""
+    linear.__class__ = LoraLinear
+    adapted: Any = linear
+    random = torch.Generator().manual_seed(seed)
+    a = (torch.rand(rank, linear.in_features, generator=random) * 2 - 1) * linear.in_features**-0.5
+    adapted.lora_A, adapted.lora_B = nn.Parameter(a), nn.Parameter(torch.zeros(linear.out_features, rank))
+    adapted.scale, adapted.bare = scale, False
+    made: LoraLinear = adapted
+    return made
+
+
+class AdaptedPolicy(Policy):
+    """`hf` as `load_policy` gives it, in float32 on the CPU, is changed in place. `path`: its directory. Refused where the targets
+    match nothing, or the adapter to start from is another base's."""
+
+    file = ADAPTER
+
+    def __init__(self, hf: Any, lora: Lora, *, path: str, seed: int) -> None:
+        super().__init__(hf)
+        self._lora, self._path = lora, path
+        for p in hf.parameters():
+            p.requires_grad_(False)
+        linear = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear)}
+        names = peft.chosen((name for name, _ in hf.named_parameters()), lora)
+        self._config = peft.config_text(lora, names, linear, path)
+        start = self._start({name: tuple(linear[name].weight.shape) for name in names})
+        self._adapted = {n: _adapt(linear[n], lora.scale, lora.rank, seed_for(seed, "lora", n)) for n in names}
+        for name, p in self.named_weights().items() if start else ():
+            p.data.copy_(start[name])
+
+    def _start(self, matrices: peft.Shapes) -> dict[str, Tensor]:
+        if not self._lora.path:
+            return {}
+        directory = Path(self._lora.path)
+        peft.check_adapter(directory, self._lora, peft.shapes_of(matrices, self._lora.rank))
+        try:
+            return load_file(directory / ADAPTER)
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"adapter {directory} cannot be read ({error}). Give a directory that peft wrote.") from None
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """The adapters under peft's names: all that is trained."""
+        pairs = ((name, part, getattr(m, part)) for name, m in self._adapted.items() for part in ("lora_A", "lora_B"))
+        return {f"{PREFIX}{name}.{part}.weight": p for name, part, p in pairs}
+
+    def served(self, shards: TorchShards, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | None]]:
+        """W + scale * B A, rounded once."""
+        for name, p in self.hf.named_parameters():
+            module = self._adapted.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+            if module is not None:
+                a, b = (shards.whole(x, torch.float32, live=True) for x in (module.lora_A, module.lora_B))
+                w = shards.whole(p, torch.float32, live=True)
+                yield name, None if w is None or a is None or b is None else merged(w, a, b, self._lora.scale, dtype)
+            elif not name.endswith((".lora_A", ".lora_B")):
+                yield name, shards.whole(p, dtype, live=True)
+
+    def base(self) -> BasePolicy:
+        return BasePolicy(self)
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """The base alone computes while the body runs."""
+        try:
+            for m in self._adapted.values():
+                m.bare = True
+            yield
+        finally:
+            for m in self._adapted.values():
+                m.bare = False
+
+    def beside(self, files: dict[str, bytes]) -> dict[str, bytes]:
+        """A checkpoint is a PEFT directory."""
+        return {name: data for name, data in files.items() if name != "config.json"} | {ADAPTER_CONFIG: self._config}
+
+    def write_weights(self, directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        written(Path(self._path), tensors, self._lora.scale, directory, dtype=dtype)
+
+    def other_adapters(self, directory: Path) -> str:
+        found = peft.read_config(directory)
+        here = (self._lora.rank, self._lora.alpha)
+        return "" if found == here else f"its rank and alpha are {found[0]} and {found[1]:g}, this run's {here[0]} and {here[1]}"
+
+
+class BasePolicy(nn.Module):
+    """The reference of a policy with adapters: the same weights without them."""
+
+    def __init__(self, policy: AdaptedPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, batch: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        with self.policy.bare():
+            out: tuple[Tensor, Tensor] = self.policy(batch, entropy_gradient)
+            return out
