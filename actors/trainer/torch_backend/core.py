@@ -29,11 +29,11 @@ from actors.trainer.torch_backend.compiled import compile_layers
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.matched import MatchedPolicy
-from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device
+from actors.trainer.torch_backend.model import export_files, load_policy, resolve_device
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.passes import Passes
+from actors.trainer.torch_backend.policy import Policy
 from actors.trainer.torch_backend.shards import TorchShards
-from actors.trainer.training.export import unfused
 from actors.trainer.training.files import ModelIdentity, hash_tensors, shape_fingerprint
 from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors
@@ -119,11 +119,18 @@ class Core(Passes):
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         checkpointing = self.own.gradient_checkpointing and trainable
-        policy = load_policy(path, trainable=trainable, gradient_checkpointing=checkpointing)
+        policy = load_policy(
+            path,
+            trainable=trainable,
+            gradient_checkpointing=checkpointing,
+            implementation=self.own.model_implementation,
+            trusted=self.own.trust_remote_code,
+        )
         if trainable:
             self.compiles = self._compiles(policy)
             self.shards.gathers = self._gathers(policy)
         self._place(policy)
+        policy.prove(self.ranks, self.device)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
@@ -132,7 +139,7 @@ class Core(Passes):
         """auto: where flash attention runs, and a step is slow enough to earn back what compiling takes."""
         own, large = self.own, sum(p.numel() for p in policy.parameters()) >= WORTH_COMPILING
         auto = own.compile == "auto" and self.kernel != attention.SDPA and large
-        found = (own.compile == "on" or auto) and not own.true_on_policy_mode
+        found = (own.compile == "on" or auto) and policy.compiles and not own.true_on_policy_mode
         log.info("attention: %s; layers: %s", self.kernel, "compiled" if found else "uncompiled")
         return found
 
@@ -213,13 +220,15 @@ class Core(Passes):
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights in the computing type, or FP8 where that is served; nothing on other ranks than 0."""
-        for name, p in self.policy.named_weights().items():
-            whole = self.shards.whole(p, self.dtype, live=True)
-            for part, tensor in unfused(name, whole) if whole is not None else ():
-                if self.fp8 is None:
-                    yield part, tensor
-                else:
-                    yield from quantized({part: tensor}, self.fp8).items()
+        every = ((name, self.shards.whole(p, self.dtype, live=True)) for name, p in self.policy.named_weights().items())
+        held = ((name, whole) for name, whole in every if whole is not None)
+        for part, tensor in self.policy.published(held):
+            if self.ranks.rank != 0:
+                continue
+            if self.fp8 is None:
+                yield part, tensor
+            else:
+                yield from quantized({part: tensor}, self.fp8).items()
 
     def beside(self) -> dict[str, bytes]:
         return export_files(self.published_as, self.policy.hf, self.dtype, is_fp8=self.fp8 is not None)
@@ -256,6 +265,7 @@ class Core(Passes):
             beside=export(torch.float32),
             dtype=self.dtype,
             hf_beside=export(self.dtype),
+            published=self.policy.published,
             scalars=Scalars(
                 optimizer=self.config.optimizer,
                 optimizer_steps=0 if leave_out else self.optimizer.steps,

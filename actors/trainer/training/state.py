@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from actors.trainer.training.export import unfused
+from actors.trainer.training.export import Named, as_files
 from actors.trainer.training.files import (
     FileEntry,
     export_at,
@@ -81,6 +81,8 @@ class TrainingState:
     """type the model computes in, and engines serve"""
     hf_beside: dict[str, bytes] = field(default_factory=dict)
     """`beside` for weights of that type"""
+    published: Callable[[Named], Named] = as_files
+    """weights as they are trained -> as the model's own files have them"""
 
     def write(self, directory: Path) -> dict[str, FileEntry]:
         """Write every file but the index, flush each. A file of an earlier attempt is replaced. Raises OSError."""
@@ -96,8 +98,8 @@ class TrainingState:
             part.mkdir(parents=True)
             for name, data in self.hf_beside.items():
                 write_bytes(part / name, data, durable=True)
-            whole = (pair for fused in self.tensors[MODEL].items() for pair in unfused(*fused))
-            write_tensors(part / MODEL, {name: t.to(self.dtype) for name, t in whole}, durable=True)
+            whole = self.published((name, t.to(self.dtype)) for name, t in self.tensors[MODEL].items())
+            write_tensors(part / MODEL, dict(whole), durable=True)
 
 
 class StateFiles:
