@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
+from actors.runtime.checkpoint_names import CheckpointNames
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.implementations.kind import Implementation
-from actors.trainer.torch_backend.implementations.names import Names
 from actors.trainer.torch_backend.implementations.own import RECOMPUTED
 from actors.trainer.torch_backend.layout import MicroBatch
 from actors.trainer.torch_backend.policy import Policy
@@ -62,7 +63,7 @@ class GenericPolicy(Policy):
         super().__init__(hf)
         self.feed, self.head = Feed.SINGLE, Head.ALL
         self.apart = True  # rows of unlike lengths
-        self.names = Names(hf)
+        self.names = CheckpointNames(hf, Path(hf.config.name_or_path))
         self._takes = inspect.signature(hf.forward).parameters
         self._rows: Tensor | None = None
         output = hf.get_output_embeddings()
