@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,23 @@ class ClassDecoder:
         self.config = _shape_of(config, raw, directory, self._hf, context)
 
     def _slots(self, directory: Path) -> dict[str, Slot]:
+        """Where each tensor of a file lies in the model's parameters and buffers: conversions are done on numbers of places."""
         names = CheckpointNames(self._hf, directory)
         held = {name: p.data for name, p in self._hf.named_parameters()} | names.buffers()
-        inside = {t.untyped_storage().data_ptr() for t in held.values()}
+        held = {name: t for name, t in held.items() if t.is_floating_point()}
+        places, flats, first = {}, [], 0
+        for name, t in held.items():
+            places[name] = torch.arange(first, first + t.numel()).view(t.shape)
+            flats.append((first, t))
+            first += t.numel()
+        slots = {}
         try:
-            found = {name: view for name, view in names.reverted(held.items()) if view.is_floating_point()}
+            for name, place in names.reverted(places.items()):
+                slots[name] = Slot(tuple(place.shape), _view(place, flats))
         except UNCONVERTED as error:
-            raise ModelRefused(f"{directory}: its weights cannot be laid out as in files: {error}; use --engine sglang.") from None
-        if apart := sorted(name for name, view in found.items() if view.untyped_storage().data_ptr() not in inside):
-            raise ModelRefused(f"{directory}: transformers keeps {apart[0]} in another layout than files do; use --engine sglang.")
-        return {name: Slot(tuple(view.shape), view) for name, view in found.items()}
+            why = f"transformers keeps its weights in a layout that files do not have ({error})"
+            raise ModelRefused(f"{directory}: {why}; use --engine sglang.") from None
+        return slots
 
     def cache(self, max_rows: int, max_total_tokens: int) -> KvCache:
         """Room for running rows."""
@@ -140,6 +148,25 @@ class ClassDecoder:
             inputs |= {"attention_mask": real.long(), "position_ids": torch.arange(ids.shape[1]).expand(len(ids), -1)}
         logits: Tensor = self._hf(input_ids=ids, **{k: v for k, v in inputs.items() if k in self._takes}).logits
         return logits.float()
+
+
+def _view(place: Tensor, flats: list[tuple[int, Tensor]]) -> Tensor:
+    """The part of one tensor whose elements are numbered so. flats: (number of its first element, tensor), ascending. Raises
+    ValueError where no view of one tensor is that part."""
+    low = int(place.min())
+    first, whole = flats[bisect_right(flats, low, key=lambda flat: flat[0]) - 1]
+    origin = place[(0,) * place.ndim]
+    steps = [int(place.select(d, 1)[(0,) * (place.ndim - 1)] - origin) if n > 1 else 1 for d, n in enumerate(place.shape)]
+    numbers = origin
+    for d, (step, n) in enumerate(zip(steps, place.shape, strict=True)):
+        numbers = numbers + step * torch.arange(n).view(-1, *(1,) * (place.ndim - 1 - d))
+    if (
+        min(steps, default=1) < 0
+        or not torch.equal(numbers.expand(place.shape), place)
+        or int(place.max()) >= first + whole.numel()
+    ):
+        raise ValueError("no view of one of its tensors")
+    return whole.as_strided(place.shape, steps, int(origin) - first)
 
 
 def _shape_of(config: Any, raw: dict[str, Any], directory: Path, hf: Any, context: int | None) -> ModelConfig:
