@@ -75,16 +75,29 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.2,
 }
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+LATENT = {"num_key_value_heads": 4}
+"""Latent attention has as many heads of keys as of queries."""
 OWN: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 4, "head_dim": 16},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128, "intermediate_size": 48},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "bert": {"is_decoder": True},
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT,
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": HYBRID,
 }
 """What a family needs besides `SIZES`."""
+CLASSES = (
+    *("afmoe", "apertus", "bamba", "bloom", "cohere2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4", "falcon_h1"),
+    *("gemma2", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_neox", "gpt_oss"),
+    *("granitemoehybrid", "jamba", "lfm2", "llama4_text", "mamba2", "minimax", "minimax_m2", "mistral", "mixtral", "nemotron_h"),
+    *("olmo2", "olmoe", "opt", "phi3", "qwen2_moe", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "smollm3"),
+)
+"""model_type of the classes that are measured."""
 
 
 def tiny_config(family: str) -> Any:

@@ -82,7 +82,7 @@ def _imbalance(step: StepPlan, work: Sequence[float]) -> float:
 
 def cost_of(config: Any) -> CostModel:
     """FLOPs of a model by its Hugging Face config; what a class names otherwise is estimated by the usual proportions."""
-    hidden = int(getattr(config, "hidden_size", 0) or 1)
+    hidden = _count(config, "hidden_size") or 1
     heads = _count(config, "num_attention_heads") or max(1, hidden // 64)
     return CostModel.of_shape(
         hidden=hidden,
@@ -96,7 +96,10 @@ def cost_of(config: Any) -> CostModel:
 
 
 def _count(config: Any, name: str) -> int:
-    value = getattr(config, name, None)
+    try:
+        value = getattr(config, name, None)
+    except (AttributeError, ValueError, RuntimeError):  # some configs have no one value for all layers, and raise
+        return 0
     return value if isinstance(value, int) else 0
 
 

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from actors.runtime.checkpoint_names import CheckpointNames
+from actors.runtime.run import Refused
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.implementations.kind import Implementation
 from actors.trainer.torch_backend.implementations.own import RECOMPUTED
@@ -30,6 +31,12 @@ from actors.trainer.training.ranks import Ranks
 WASTE = 2
 """Samples of which the longest has more than so many times the tokens of the shortest are computed apart, where one process
 computes alone: several must call their layers equally often."""
+
+
+FAR = ("attention_chunk_size", "index_topk")
+"""Settings of attention that begins to differ beyond so many tokens of a row, which a proof on short samples does not reach."""
+BY_LONGEST = ("longrope", "dynamic")
+"""Kinds of rotary positions that follow from the longest sample of a call: each sample must have its own."""
 
 
 class Feed(Enum):
@@ -63,6 +70,10 @@ class GenericPolicy(Policy):
         super().__init__(hf)
         self.feed, self.head = Feed.SINGLE, Head.ALL
         self.apart = True  # rows of unlike lengths
+        config = hf.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        self.each = str(rope.get("rope_type", "")) if rope.get("rope_type") in BY_LONGEST else ""  # one call a sample
+        self.unpackable = next((f"{name}={n}" for name in FAR if (n := getattr(config, name, None))), "") or self.each
         self.names = CheckpointNames(hf, Path(hf.config.name_or_path))
         self._takes = inspect.signature(hf.forward).parameters
         self._rows: Tensor | None = None
@@ -77,6 +88,8 @@ class GenericPolicy(Policy):
         return self._output[0] if self._output else None
 
     def prove(self, ranks: Ranks, device: torch.device) -> None:
+        if self.each and not ranks.alone:
+            raise Refused(f"positions of rope_type {self.each} follow from the longest sample of a call: train it on one rank.")
         from actors.trainer.torch_backend.implementations.proof import prove
 
         self.apart = ranks.alone
@@ -128,7 +141,7 @@ class GenericPolicy(Policy):
         while left:
             longest = lengths[left[0]]
             n = sum(WASTE * lengths[s] >= longest for s in left) if self.apart else len(left)
-            n = 1 if self.feed is Feed.SINGLE else n
+            n = 1 if self.feed is Feed.SINGLE or self.each else n
             yield left[:n]
             left = left[n:]
 

@@ -109,6 +109,9 @@ class Proof:
         why = []
         for feed in (Feed.PACKED, Feed.ROWS):
             policy.feed = feed
+            if feed is Feed.PACKED and policy.unpackable:
+                why.append(f"{feed.value}: not proved for {policy.unpackable}")
+                continue
             if not (problem := self._against(measure)):
                 break
             why.append(f"{feed.value}: {problem}")
