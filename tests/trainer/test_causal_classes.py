@@ -20,6 +20,7 @@ from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.implementations.generic import Feed, GenericPolicy, Head
 from actors.trainer.torch_backend.layout import PackedBatch
 from actors.trainer.torch_backend.model import load_policy
+from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.ranks import Ranks
 from tests.trainer.causal_classes import CLASSES, make_causal
 from tests.trainer.conftest import SHAPE, backend_config, files_of, saved, served
@@ -103,7 +104,7 @@ def test_log_probs_are_those_of_the_class_alone(family: str, tmp_path: Path, mak
     """A capped head, a recurrent class, a head with a layer of its own; at other temperatures than 1."""
     make_causal(family, tmp_path)
     policy = load_policy(str(tmp_path), trainable=True)
-    policy.prove(Ranks(), CPU)
+    policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)
     samples = make_batch(1, temperatures=(1.0, 0.7)).samples
     hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -124,7 +125,7 @@ def test_a_head_with_a_cap_is_not_taken_for_a_product(tmp_path: Path) -> None:
         with torch.no_grad():
             for p in policy.parameters():
                 p.mul_(0.1)
-        policy.prove(Ranks(), CPU)
+        policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)
         assert policy.head is head
 
 
@@ -132,7 +133,7 @@ def test_why_a_class_is_not_packed_is_told(tmp_path: Path, caplog: pytest.LogCap
     make_causal("mamba2", tmp_path)
     policy: Any = load_policy(str(tmp_path), trainable=True)
     with caplog.at_level(logging.INFO):
-        policy.prove(Ranks(), CPU)
+        policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)
     assert policy.feed is Feed.ROWS
     (line,) = [r.getMessage() for r in caplog.records if "of transformers" in r.getMessage()]
     assert "padded rows equal single samples" in line and "packed: differ" in line and "\n" not in line
@@ -149,7 +150,7 @@ def test_what_a_proof_on_short_samples_cannot_see_is_not_packed(tmp_path: Path) 
             config |= {"original_max_position_embeddings": 8, "rope_parameters": rope | {"original_max_position_embeddings": 8}}
             (directory / "config.json").write_text(json.dumps(config))
         policy: Any = load_policy(str(directory), trainable=True)
-        policy.prove(Ranks(), CPU)
+        policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)
         assert policy.feed is Feed.ROWS
 
 
@@ -166,7 +167,7 @@ def test_rows_that_see_each_other_are_refused_with_the_difference() -> None:
     torch.manual_seed(0)
     policy = GenericPolicy(Spilling(LlamaConfig(**SHAPE)).float().eval())
     with pytest.raises(Refused, match=r"padded rows: differ from single samples, log-probs by \d\.\de.* allowed 2e-04"):
-        policy.prove(Ranks(), CPU)
+        policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
@@ -234,4 +235,4 @@ def test_dropout_of_a_config_does_not_train(tmp_path: Path) -> None:
     policy: Any = load_policy(str(tmp_path), trainable=True, gradient_checkpointing=True)
     assert policy.hf.is_gradient_checkpointing
     assert {m.p for m in policy.modules() if isinstance(m, nn.Dropout)} == {0.0}
-    policy.prove(Ranks(), CPU)
+    policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)

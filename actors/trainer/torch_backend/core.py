@@ -130,7 +130,7 @@ class Core(Passes):
             self.compiles = self._compiles(policy)
             self.shards.gathers = self._gathers(policy)
         self._place(policy)
-        policy.prove(self.ranks, self.device)
+        policy.prove(self.shards, self.ranks, self.device)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy

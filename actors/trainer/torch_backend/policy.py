@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.layout import MicroBatch
+from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.export import Named, as_files
 from actors.trainer.training.ranks import Ranks
 
@@ -51,7 +52,7 @@ class Policy(nn.Module):
         """Weights of `named_weights`, in its order, as the checkpoint's own files have them."""
         return as_files(weights)
 
-    def prove(self, ranks: Ranks, device: torch.device) -> None:
+    def prove(self, shards: TorchShards, ranks: Ranks, device: torch.device) -> None:
         """Before the first step, where it computes: nothing, since tests hold these families to transformers' log-probs."""
 
 

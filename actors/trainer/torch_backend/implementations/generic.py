@@ -25,6 +25,7 @@ from actors.trainer.torch_backend.implementations.kind import Implementation
 from actors.trainer.torch_backend.implementations.own import RECOMPUTED
 from actors.trainer.torch_backend.layout import MicroBatch
 from actors.trainer.torch_backend.policy import Policy
+from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.export import Named
 from actors.trainer.training.ranks import Ranks
 
@@ -87,13 +88,13 @@ class GenericPolicy(Policy):
         """The head over the vocabulary, where it is a module."""
         return self._output[0] if self._output else None
 
-    def prove(self, ranks: Ranks, device: torch.device) -> None:
+    def prove(self, shards: TorchShards, ranks: Ranks, device: torch.device) -> None:
         if self.each and not ranks.alone:
             raise Refused(f"positions of rope_type {self.each} follow from the longest sample of a call: train it on one rank.")
         from actors.trainer.torch_backend.implementations.proof import prove
 
         self.apart = ranks.alone
-        prove(self, ranks, device)
+        prove(self, shards, ranks, device)
 
     def forward(self, batch: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         made, order = [], []
@@ -108,7 +109,8 @@ class GenericPolicy(Policy):
         log_p = torch.log_softmax(out.float() / warm, -1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(log_p.exp() * log_p).sum(-1)
-        return log_p.gather(1, batch.targets[:, None]).squeeze(1), entropy
+        # A sum, not a view: FSDP hooks what a module returns.
+        return log_p.gather(1, batch.targets[:, None]).sum(1), entropy
 
     def _fed(self, batch: MicroBatch) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
         """(what the class gets, flat places of predicting rows in it [r], their places among the batch's [r]), for each call."""

@@ -20,6 +20,7 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import BatchSample
 from actors.trainer.torch_backend.implementations.generic import Feed, Head
 from actors.trainer.torch_backend.layout import PackedBatch
+from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -70,16 +71,16 @@ class Differs:
         return self.logp <= tolerance[0] and self.grads <= tolerance[1]
 
 
-def prove(policy: GenericPolicy, ranks: Ranks, device: torch.device) -> None:
+def prove(policy: GenericPolicy, shards: TorchShards, ranks: Ranks, device: torch.device) -> None:
     """Settle `policy.head` and `policy.feed`. Raises Refused."""
-    Proof(policy, ranks, device).settle()
+    Proof(policy, shards, ranks, device).settle()
 
 
 class Proof:
     """Of one policy, where it is."""
 
-    def __init__(self, policy: GenericPolicy, ranks: Ranks, device: torch.device) -> None:
-        self.policy, self._ranks, self._device = policy, ranks, device
+    def __init__(self, policy: GenericPolicy, shards: TorchShards, ranks: Ranks, device: torch.device) -> None:
+        self.policy, self._shards, self._ranks, self._device = policy, shards, ranks, device
         config = policy.hf.config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None) or max(LENGTHS)
         rng = np.random.default_rng(0)
@@ -104,6 +105,8 @@ class Proof:
             raise Refused(
                 f"{self._name} of transformers gives log-probs that are not finite for random tokens. Give other weights."
             )
+        if measure.grads is not None and not self._ranks.total(torch.stack([g.abs().sum() for g in measure.grads.values()])).any():
+            raise Refused(f"{self._name} of transformers gives no gradient here. Choose another model.")
         self._check_causal(measure)
         policy.head = self._head(measure)
         why = []
@@ -149,7 +152,7 @@ class Proof:
         whole, self.policy._logits = self.policy._logits, _Caught(self.policy._logits)
         caught: Any = self.policy._logits
         try:
-            with torch.no_grad():
+            with self._shards.gathered(self.policy), torch.no_grad():
                 self.policy(self._batch([0]))
         except FAILURES:
             return False
@@ -162,7 +165,7 @@ class Proof:
         """Cut samples must have the log-probs of the whole ones."""
         whole = list(measure.logp.split([len(t) - PROMPT for t in self._tokens]))
         cut = [len(t) - len(t) // 3 for t in self._tokens]
-        with torch.no_grad():
+        with self._shards.gathered(self.policy), torch.no_grad():
             found = [self.policy(self._batch([i], cut[i]))[0].float().cpu() for i in range(len(cut))]
         far = max(float((f - w[: f.numel()]).abs().max()) for f, w in zip(found, whole, strict=True) if f.numel())
         if self._ranks_max(far) > self._tolerance[0]:
@@ -201,13 +204,13 @@ class Proof:
         responses = [len(t) - PROMPT for t in self._tokens]
         weights = torch.randn(sum(responses), generator=torch.Generator().manual_seed(0)).split(responses)
         try:
-            for part in parts:
-                weigh = torch.cat([weights[i] for i in part]).to(self._device)
-                with torch.set_grad_enabled(self._trains):
+            with self._shards.gathered(policy), torch.set_grad_enabled(self._trains):
+                for part in parts:
                     logp, _ = policy(self._batch(part))
                     if self._trains:
+                        weigh = torch.cat([weights[i] for i in part]).to(self._device)
                         (logp.float() * weigh).sum().backward()
-                found.append(logp.detach().float().cpu())
+                    found.append(logp.detach().float().cpu())
             grads = {n: _sampled(p) for n, p in policy.named_weights().items()} if self._trains else None
         finally:
             for p in policy.parameters():
