@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.implementations.generic import Feed, GenericPolicy, Head
+from actors.trainer.torch_backend.implementations.generic import GenericPolicy
+from actors.trainer.torch_backend.implementations.kind import HeadRows, SampleFeed
 from actors.trainer.torch_backend.layout import PackedBatch
 from actors.trainer.torch_backend.model import load_policy
 from actors.trainer.torch_backend.shards import TorchShards
@@ -119,7 +120,7 @@ def test_log_probs_are_those_of_the_class_alone(family: str, tmp_path: Path, mak
 
 def test_a_head_with_a_cap_is_not_taken_for_a_product(tmp_path: Path) -> None:
     """With small logits a cap changes nothing that a comparison would see."""
-    for family, head in (("gemma2", Head.ROWS), ("mistral", Head.LINEAR)):
+    for family, head in (("gemma2", HeadRows.ROWS), ("mistral", HeadRows.LINEAR)):
         make_causal(family, tmp_path / family)
         policy: Any = load_policy(str(tmp_path / family), trainable=True)
         with torch.no_grad():
@@ -134,7 +135,7 @@ def test_why_a_class_is_not_packed_is_told(tmp_path: Path, caplog: pytest.LogCap
     policy: Any = load_policy(str(tmp_path), trainable=True)
     with caplog.at_level(logging.INFO):
         policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)
-    assert policy.feed is Feed.ROWS
+    assert policy.feed is SampleFeed.ROWS
     (line,) = [r.getMessage() for r in caplog.records if "of transformers" in r.getMessage()]
     assert "padded rows equal single samples" in line and "packed: differ" in line and "\n" not in line
 
@@ -151,7 +152,7 @@ def test_what_a_proof_on_short_samples_cannot_see_is_not_packed(tmp_path: Path) 
             (directory / "config.json").write_text(json.dumps(config))
         policy: Any = load_policy(str(directory), trainable=True)
         policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)
-        assert policy.feed is Feed.ROWS
+        assert policy.feed is SampleFeed.ROWS
 
 
 class Spilling(LlamaForCausalLM):

@@ -10,7 +10,8 @@ import torch
 
 from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
-from actors.trainer.torch_backend.implementations.generic import Feed, GenericPolicy
+from actors.trainer.torch_backend.implementations.generic import GenericPolicy
+from actors.trainer.torch_backend.implementations.kind import SampleFeed
 from tests.trainer.causal_classes import make_causal
 from tests.trainer.conftest import backend_config, files_of, served
 
@@ -18,9 +19,11 @@ pytestmark = pytest.mark.timeout(120)  # the first of them starts a process that
 
 
 @pytest.mark.parametrize("fsdp_shard", ["all", "optimizer"])
-@pytest.mark.parametrize(("family", "feed"), [("mixtral", Feed.PACKED), ("qwen3_next", Feed.ROWS), ("gemma2", Feed.PACKED)])
+@pytest.mark.parametrize(
+    ("family", "feed"), [("mixtral", SampleFeed.PACKED), ("qwen3_next", SampleFeed.ROWS), ("gemma2", SampleFeed.PACKED)]
+)
 def test_two_ranks_train_as_one(
-    fsdp_shard: str, family: str, feed: Feed, pair: TorchBackend, tmp_path: Path, make_batch: Callable[..., StepBatch]
+    fsdp_shard: str, family: str, feed: SampleFeed, pair: TorchBackend, tmp_path: Path, make_batch: Callable[..., StepBatch]
 ) -> None:
     """Experts that are fused, a recurrent class with rows of unlike lengths, a head with a cap."""
     make_causal(family, tmp_path)

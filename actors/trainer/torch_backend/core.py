@@ -133,6 +133,11 @@ class Core(Passes):
         policy.prove(self.shards, self.ranks, self.device)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
+        if self.own.attn_implementation not in ("auto", attention.SDPA) and not policy.compiles:
+            how = f"attn_implementation={self.own.attn_implementation}"
+            raise Refused(f"{how} is for families with code of our own; {path} runs as a class of transformers. Use auto.")
+        if self.own.true_on_policy_mode and not policy.compiles:
+            raise Refused(f"true_on_policy_mode needs code of our own; {path} runs as a class of transformers. Leave it out.")
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
 
     def _compiles(self, policy: Policy) -> bool:

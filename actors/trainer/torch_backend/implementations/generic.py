@@ -1,14 +1,13 @@
 """Any causal model of the installed transformers, by its own class and its own attention.
 
-Always true: the class computes as it is written; only how samples reach it (`Feed`) and which rows of its head are made differ, and
-`proof` has compared what is used with the class computing one sample at a time.
+Always true: the class computes as it is written; only how samples reach it (`SampleFeed`) and which rows of its head are made
+differ, and `proof` has compared what is used with the class computing one sample at a time.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from actors.runtime.checkpoint_names import CheckpointNames
 from actors.runtime.run import Refused
 from actors.trainer.torch_backend.head import token_head
-from actors.trainer.torch_backend.implementations.kind import Implementation
+from actors.trainer.torch_backend.implementations.kind import HeadRows, Implementation, SampleFeed
 from actors.trainer.torch_backend.implementations.own import RECOMPUTED
+from actors.trainer.torch_backend.implementations.proof import Proof
 from actors.trainer.torch_backend.layout import MicroBatch
 from actors.trainer.torch_backend.policy import Policy
 from actors.trainer.torch_backend.shards import TorchShards
@@ -40,28 +40,6 @@ BY_LONGEST = ("longrope", "dynamic")
 """Kinds of rotary positions that follow from the longest sample of a call: each sample must have its own."""
 
 
-class Feed(Enum):
-    """How samples reach the class."""
-
-    PACKED = "packed"
-    """One row for all; positions begin again at each sample, which keeps attention inside it."""
-    ROWS = "padded rows"
-    """One row a sample, padded on the right, with mask and positions."""
-    SINGLE = "single samples"
-    """One sample, and nothing said but its tokens: what the others are held to."""
-
-
-class Head(Enum):
-    """What is made of the hidden states of rows that predict a trained token."""
-
-    LINEAR = "linear"
-    """One product and nothing before or behind: `head.token_head`, which never holds all logits."""
-    ROWS = "rows"
-    """The class's own head, with its biases, scales and caps, of these rows."""
-    ALL = "all"
-    """The same of all rows."""
-
-
 class GenericPolicy(Policy):
     """A class of transformers; `prove` settles `feed` and `head`."""
 
@@ -69,7 +47,7 @@ class GenericPolicy(Policy):
 
     def __init__(self, hf: Any) -> None:
         super().__init__(hf)
-        self.feed, self.head = Feed.SINGLE, Head.ALL
+        self.feed, self.head = SampleFeed.SINGLE, HeadRows.ALL
         self.apart = True  # rows of unlike lengths
         config = hf.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
@@ -91,10 +69,8 @@ class GenericPolicy(Policy):
     def prove(self, shards: TorchShards, ranks: Ranks, device: torch.device) -> None:
         if self.each and not ranks.alone:
             raise Refused(f"positions of rope_type {self.each} follow from the longest sample of a call: train it on one rank.")
-        from actors.trainer.torch_backend.implementations.proof import prove
-
         self.apart = ranks.alone
-        prove(self, shards, ranks, device)
+        Proof(self, shards, ranks, device).settle()
 
     def forward(self, batch: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         made, order = [], []
@@ -102,7 +78,7 @@ class GenericPolicy(Policy):
             made.append(self._computed(inputs, rows))
             order.append(at)
         out = made[0] if len(made) == 1 else torch.cat(made).index_select(0, torch.cat(order).argsort())
-        if self.head is Head.LINEAR:
+        if self.head is HeadRows.LINEAR:
             weight: Any = self._output[0].weight
             return token_head(out, weight, batch.targets, batch.temperature, entropy_gradient=entropy_gradient)
         warm = batch.temperature[:, None] if isinstance(batch.temperature, Tensor) else batch.temperature
@@ -115,7 +91,7 @@ class GenericPolicy(Policy):
     def _fed(self, batch: MicroBatch) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
         """(what the class gets, flat places of predicting rows in it [r], their places among the batch's [r]), for each call."""
         every = torch.arange(batch.rows.numel(), device=batch.rows.device)
-        if self.feed is Feed.PACKED:
+        if self.feed is SampleFeed.PACKED:
             yield {"input_ids": batch.input_ids, "position_ids": batch.position_ids}, batch.rows, every
             return
         starts = batch.layout.cu_seqlens.long()
@@ -133,7 +109,7 @@ class GenericPolicy(Policy):
             at = every[row_of[of] >= 0]
             rows = row_of[of[at]] * longest + batch.rows[at] - starts[of[at]]
             inputs = {"input_ids": torch.where(real, tokens, 0)}
-            if self.feed is Feed.ROWS:
+            if self.feed is SampleFeed.ROWS:
                 inputs |= {"attention_mask": real.long(), "position_ids": columns.expand(len(samples), -1)}
             yield inputs, rows, at
 
@@ -143,7 +119,7 @@ class GenericPolicy(Policy):
         while left:
             longest = lengths[left[0]]
             n = sum(WASTE * lengths[s] >= longest for s in left) if self.apart else len(left)
-            n = 1 if self.feed is Feed.SINGLE or self.each else n
+            n = 1 if self.feed is SampleFeed.SINGLE or self.each else n
             yield left[:n]
             left = left[n:]
 
@@ -152,18 +128,19 @@ class GenericPolicy(Policy):
         taken = {name: value for name, value in inputs.items() if name in self._takes}
         if "use_cache" in self._takes:
             taken["use_cache"] = False  # type: ignore[assignment]
-        if self.head is Head.ALL:
-            return self._logits(taken).flatten(0, -2).index_select(0, rows)
+        if self.head is HeadRows.ALL:
+            return self.logits(taken).flatten(0, -2).index_select(0, rows)
         self._rows = rows
-        if self.head is Head.LINEAR:
+        if self.head is HeadRows.LINEAR:
             self._output[0].forward = _unchanged
         try:
-            return self._logits(taken).flatten(0, -2)
+            return self.logits(taken).flatten(0, -2)
         finally:
             self._rows = None
             self._output[0].__dict__.pop("forward", None)
 
-    def _logits(self, taken: dict[str, Any]) -> Tensor:
+    def logits(self, taken: dict[str, Any]) -> Tensor:
+        """What the class makes of these arguments, [rows, tokens, V]."""
         out: Tensor = self.hf(**taken).logits
         return out
 

@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from actors.trainer.torch_backend.policy import Policy
+
+
+class SampleFeed(Enum):
+    """How samples reach the class."""
+
+    PACKED = "packed"
+    """One row for all; positions begin again at each sample, which keeps attention inside it."""
+    ROWS = "padded rows"
+    """One row a sample, padded on the right, with mask and positions."""
+    SINGLE = "single samples"
+    """One sample, and nothing said but its tokens: what the others are held to."""
+
+
+class HeadRows(Enum):
+    """What is made of the hidden states of rows that predict a trained token."""
+
+    LINEAR = "linear"
+    """One product and nothing before or behind: `head.token_head`, which never holds all logits."""
+    ROWS = "rows"
+    """The class's own head, with its biases, scales and caps, of these rows."""
+    ALL = "all"
+    """The same of all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

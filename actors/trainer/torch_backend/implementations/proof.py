@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BatchSample
-from actors.trainer.torch_backend.implementations.generic import Feed, Head
+from actors.trainer.torch_backend.implementations.kind import HeadRows, SampleFeed
 from actors.trainer.torch_backend.layout import PackedBatch
 from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.ranks import Ranks
-
-if TYPE_CHECKING:
-    from actors.trainer.torch_backend.implementations.generic import GenericPolicy
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +47,7 @@ FAILURES = (
 
 
 @dataclass(frozen=True)
-class Found:
+class ProofNumbers:
     """What a way gave: log-probs of all response tokens, and sampled gradients; None where nothing is trained."""
 
     logp: Tensor
@@ -58,7 +55,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Differs:
+class ProofDiffers:
     """How far it lies from the measure."""
 
     logp: float
@@ -71,15 +68,10 @@ class Differs:
         return self.logp <= tolerance[0] and self.grads <= tolerance[1]
 
 
-def prove(policy: GenericPolicy, shards: TorchShards, ranks: Ranks, device: torch.device) -> None:
-    """Settle `policy.head` and `policy.feed`. Raises Refused."""
-    Proof(policy, shards, ranks, device).settle()
-
-
 class Proof:
-    """Of one policy, where it is."""
+    """Of one `GenericPolicy`, where it computes."""
 
-    def __init__(self, policy: GenericPolicy, shards: TorchShards, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, policy: Any, shards: TorchShards, ranks: Ranks, device: torch.device) -> None:
         self.policy, self._shards, self._ranks, self._device = policy, shards, ranks, device
         config = policy.hf.config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None) or max(LENGTHS)
@@ -89,14 +81,12 @@ class Proof:
         self._trains = any(p.requires_grad for p in policy.parameters())
         self._name = type(policy.hf).__name__
         computes = next((p.dtype for p in policy.parameters() if p.is_floating_point()), torch.float32)
-        shards: Any = next((m for m in policy.modules() if hasattr(m, "_get_fsdp_state")), None)
-        narrow = shards._get_fsdp_state()._mp_policy.param_dtype if shards is not None else None
-        self._tolerance = TOLERANCES.get(narrow or computes, TOLERANCES[torch.bfloat16])
+        self._tolerance = TOLERANCES.get(shards.narrow or computes, TOLERANCES[torch.bfloat16])
 
     def settle(self) -> None:
-        """See `prove`."""
+        """Set the policy's `head` and `feed`. Raises Refused."""
         policy = self.policy
-        policy.feed, policy.head = Feed.SINGLE, Head.ALL
+        policy.feed, policy.head = SampleFeed.SINGLE, HeadRows.ALL
         try:
             measure = self._computed(apart=True)
         except FAILURES as error:
@@ -110,9 +100,9 @@ class Proof:
         self._check_causal(measure)
         policy.head = self._head(measure)
         why = []
-        for feed in (Feed.PACKED, Feed.ROWS):
+        for feed in (SampleFeed.PACKED, SampleFeed.ROWS):
             policy.feed = feed
-            if feed is Feed.PACKED and policy.unpackable:
+            if feed is SampleFeed.PACKED and policy.unpackable:
                 why.append(f"{feed.value}: not proved for {policy.unpackable}")
                 continue
             if not (problem := self._against(measure)):
@@ -126,16 +116,16 @@ class Proof:
         reason = f" ({why[0]})" if why else ""
         log.info("%s of transformers: %s equal single samples, %s%s", self._name, policy.feed.value, self._last, reason)
 
-    def _head(self, measure: Found) -> Head:
+    def _head(self, measure: ProofNumbers) -> HeadRows:
         """The cheapest that gives the same, with one sample at a time."""
-        candidates = [Head.ROWS] if self.policy.output is not None else []
+        candidates = [HeadRows.ROWS] if self.policy.output is not None else []
         if self._ends_in_product():
-            candidates.insert(0, Head.LINEAR)
+            candidates.insert(0, HeadRows.LINEAR)
         for head in candidates:
             self.policy.head = head
             if not self._against(measure, apart=True):
                 return head
-        return Head.ALL
+        return HeadRows.ALL
 
     def _ends_in_product(self) -> bool:
         """Whether logits are what the head makes and nothing else: numbers put into their place must come out."""
@@ -149,8 +139,8 @@ class Proof:
             return told[-1]
 
         hook = output.register_forward_hook(replace)
-        whole, self.policy._logits = self.policy._logits, _Caught(self.policy._logits)
-        caught: Any = self.policy._logits
+        whole, self.policy.logits = self.policy.logits, _Caught(self.policy.logits)
+        caught: Any = self.policy.logits
         try:
             with self._shards.gathered(self.policy), torch.no_grad():
                 self.policy(self._batch([0]))
@@ -158,10 +148,10 @@ class Proof:
             return False
         finally:
             hook.remove()
-            self.policy._logits = whole
+            self.policy.logits = whole
         return len(told) == 1 and caught.last is not None and torch.equal(caught.last, told[0])
 
-    def _check_causal(self, measure: Found) -> None:
+    def _check_causal(self, measure: ProofNumbers) -> None:
         """Cut samples must have the log-probs of the whole ones."""
         whole = list(measure.logp.split([len(t) - PROMPT for t in self._tokens]))
         cut = [len(t) - len(t) // 3 for t in self._tokens]
@@ -174,7 +164,7 @@ class Proof:
                 f"{self._tolerance[0]:.0e}). Set is_decoder in config.json if it can be one, or choose a causal model."
             )
 
-    def _against(self, measure: Found, *, apart: bool = False) -> str:
+    def _against(self, measure: ProofNumbers, *, apart: bool = False) -> str:
         """Why the policy as it is set does not give the measure; empty = it does."""
         try:
             found, failed = self._computed(apart=apart), ""
@@ -184,10 +174,10 @@ class Proof:
             return failed or "another rank cannot compute them"
         assert found is not None
         logp = self._ranks_max(float((found.logp - measure.logp).abs().nan_to_num(torch.inf).max()))
-        self._last = Differs(logp, self._grads_apart(found, measure))
+        self._last = ProofDiffers(logp, self._grads_apart(found, measure))
         return "" if self._last.within(self._tolerance) else f"differ from single samples, {self._last}"
 
-    def _grads_apart(self, found: Found, measure: Found) -> float:
+    def _grads_apart(self, found: ProofNumbers, measure: ProofNumbers) -> float:
         if found.grads is None or measure.grads is None:
             return 0.0
         sums = torch.zeros(2, dtype=torch.float64)
@@ -197,7 +187,7 @@ class Proof:
         far, size = self._ranks.total(sums).tolist()
         return float("inf") if far != far else float((far / max(size, 1e-30)) ** 0.5)
 
-    def _computed(self, *, apart: bool) -> Found:
+    def _computed(self, *, apart: bool) -> ProofNumbers:
         """By one call for all samples, or one for each."""
         policy, found = self.policy, []
         parts = [[i] for i in range(len(self._tokens))] if apart else [list(range(len(self._tokens)))]
@@ -215,7 +205,7 @@ class Proof:
         finally:
             for p in policy.parameters():
                 p.grad = None
-        return Found(torch.cat(found), grads)
+        return ProofNumbers(torch.cat(found), grads)
 
     def _batch(self, which: list[int], tokens: int | None = None) -> Any:
         nothing: Any = None
