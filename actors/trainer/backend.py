@@ -31,6 +31,8 @@ class TorchConfig(msgspec.Struct, frozen=True, kw_only=True, tag="torch"):
     fsdp_shard: str  # what several ranks share among them: all, optimizer or auto (batch/memory.py)
     compile: str  # auto (on a GPU), on or off
     attn_implementation: str  # auto, sdpa, flash_attention_2 or flash_attention_3
+    model_implementation: str  # own, transformers or auto (torch_backend/implementations)
+    trust_remote_code: bool  # code in the model's directory may run
     true_on_policy_mode: bool  # compute as SGLang's deterministic mode does (torch_backend/matched.py)
     lora_rank: int  # 0 = all weights are trained (lora/)
     lora_alpha: int

@@ -73,8 +73,8 @@ def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
 def test_a_model_that_is_not_served_here_is_named(model_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path / "m")
     config = tmp_path / "m" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "gpt2"}))
-    assert "model_type 'gpt2' is not served here" in refused("--model-path", str(tmp_path / "m"))
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "gpt9"}))
+    assert "model_type 'gpt9' is not served here" in refused("--model-path", str(tmp_path / "m"))
 
 
 def test_a_flag_out_of_range_is_named(model_dir: Path) -> None:

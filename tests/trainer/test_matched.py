@@ -12,7 +12,8 @@ import torch
 from actors.runtime.run import Refused
 from actors.trainer.torch_backend.layout import PackedBatch
 from actors.trainer.torch_backend.matched import FORMULAS, MatchedPolicy, sglang_kernels
-from actors.trainer.torch_backend.model import Policy, load_policy
+from actors.trainer.torch_backend.model import load_policy
+from actors.trainer.torch_backend.policy import Policy
 
 Batch = Callable[..., Any]
 

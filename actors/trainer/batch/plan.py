@@ -81,23 +81,35 @@ def _imbalance(step: StepPlan, work: Sequence[float]) -> float:
 
 
 def cost_of(config: Any) -> CostModel:
-    """FLOPs of a model by its Hugging Face config."""
-    heads = config.num_attention_heads
+    """FLOPs of a model by its Hugging Face config; what a class names otherwise is estimated by the usual proportions."""
+    hidden = _count(config, "hidden_size") or 1
+    heads = _count(config, "num_attention_heads") or max(1, hidden // 64)
     return CostModel.of_shape(
-        hidden=config.hidden_size,
-        layers=config.num_hidden_layers,
-        ffn=_ffn(config),
+        hidden=hidden,
+        layers=_count(config, "num_hidden_layers") or 1,
+        ffn=_ffn(config) or 4 * hidden,
         vocab=config.vocab_size,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_heads=_count(config, "num_key_value_heads") or heads,
+        head_dim=_count(config, "head_dim") or hidden // heads or 1,
     )
+
+
+def _count(config: Any, name: str) -> int:
+    try:
+        value = getattr(config, name, None)
+    except (AttributeError, ValueError, RuntimeError):  # some configs have no one value for all layers, and raise
+        return 0
+    return value if isinstance(value, int) else 0
 
 
 def _ffn(config: Any) -> int:
     """Columns of the feed-forward blocks that a token meets, on average over the layers."""
-    if not getattr(config, "num_experts", 0):
-        return int(config.intermediate_size)
+    if (
+        not all(hasattr(config, name) for name in ("num_experts", "mlp_only_layers", "decoder_sparse_step"))
+        or not config.num_experts
+    ):
+        return _count(config, "intermediate_size")
     layers = config.num_hidden_layers
     sparse = sum(n not in config.mlp_only_layers and (n + 1) % config.decoder_sparse_step == 0 for n in range(layers))
     inside = config.num_experts_per_tok * config.moe_intermediate_size

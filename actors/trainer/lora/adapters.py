@@ -23,7 +23,7 @@ from actors.trainer.lora import peft
 from actors.trainer.lora.merge import merged, written
 from actors.trainer.lora.peft import ADAPTER, ADAPTER_CONFIG, PREFIX, Lora
 from actors.trainer.torch_backend.layout import MicroBatch
-from actors.trainer.torch_backend.model import Policy
+from actors.trainer.torch_backend.policy import Policy
 from actors.trainer.torch_backend.shards import TorchShards
 
 

@@ -233,7 +233,8 @@ def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Archit
     if family in REFUSED:
         raise Refused(f"{where}: {family} can't be trained: {REFUSED[family]}; families are {', '.join(FAMILIES)}")
     if family not in FAMILIES:
-        raise Refused(f"{where}: the Megatron backend knows {', '.join(FAMILIES)}, not model_type {family!r}")
+        known, other = ", ".join(FAMILIES), "--train-backend torch trains any causal class of transformers"
+        raise Refused(f"{where}: the Megatron backend knows {known}, not model_type {family!r}; {other}")
     for key in SIZES:
         if (value := config.get(key)) is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise Refused(f"{where}: {key}={value!r} is no whole number >= 1")

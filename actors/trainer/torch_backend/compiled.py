@@ -17,7 +17,7 @@ import torch._inductor.config
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
-from actors.trainer.torch_backend.model import RECOMPUTED
+from actors.trainer.torch_backend.implementations.own import RECOMPUTED
 from actors.trainer.training.clockwork import compilation
 
 log = logging.getLogger(__name__)

@@ -31,11 +31,11 @@ from actors.trainer.torch_backend.compiled import compile_layers
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.fp8 import quantized, scheme_of
 from actors.trainer.torch_backend.matched import MatchedPolicy
-from actors.trainer.torch_backend.model import Policy, export_files, load_policy, resolve_device
+from actors.trainer.torch_backend.model import export_files, load_policy, resolve_device
 from actors.trainer.torch_backend.optim import Optimizer, Weights
 from actors.trainer.torch_backend.passes import Passes
+from actors.trainer.torch_backend.policy import Policy
 from actors.trainer.torch_backend.shards import TorchShards
-from actors.trainer.training.export import unfused
 from actors.trainer.training.files import ModelIdentity, hash_tensors, shape_fingerprint
 from actors.trainer.training.offload import Offload
 from actors.trainer.training.old_actors import OldActors
@@ -120,14 +120,26 @@ class Core(Passes):
 
     def _load(self, path: str, *, trainable: bool) -> Policy:
         checkpointing = self.own.gradient_checkpointing and trainable
-        policy = load_policy(path, trainable=trainable, gradient_checkpointing=checkpointing)
+        policy = load_policy(
+            path,
+            trainable=trainable,
+            gradient_checkpointing=checkpointing,
+            implementation=self.own.model_implementation,
+            trusted=self.own.trust_remote_code,
+        )
         if trainable:
             policy = self._adapted(policy, path)
             self.compiles = self._compiles(policy)
             self.shards.gathers = self._gathers(policy)
         self._place(policy)
+        policy.prove(self.shards, self.ranks, self.device)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
+        if self.own.attn_implementation not in ("auto", attention.SDPA) and not policy.compiles:
+            how = f"attn_implementation={self.own.attn_implementation}"
+            raise Refused(f"{how} is for families with code of our own; {path} runs as a class of transformers. Use auto.")
+        if self.own.true_on_policy_mode and not policy.compiles:
+            raise Refused(f"true_on_policy_mode needs code of our own; {path} runs as a class of transformers. Leave it out.")
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
 
     def _adapted(self, policy: Policy, path: str) -> Policy:
@@ -135,6 +147,8 @@ class Core(Passes):
         own = self.own
         if not own.lora_rank:
             return policy
+        if not policy.compiles:
+            raise Refused(f"lora_rank={own.lora_rank}: {path} runs as a class of transformers, with which LoRA is not carried yet.")
         others = (("--true-on-policy-mode", own.true_on_policy_mode), ("an FP8 base", scheme_of(path) is not None))
         for name, wanted in (*others, ("--optimizer muon", self.config.optimizer == "muon")):
             if wanted:
@@ -160,7 +174,7 @@ class Core(Passes):
         """auto: where flash attention runs, and a step is slow enough to earn back what compiling takes."""
         own, large = self.own, sum(p.numel() for p in policy.parameters()) >= WORTH_COMPILING
         auto = own.compile == "auto" and self.kernel != attention.SDPA and large
-        found = (own.compile == "on" or auto) and not own.true_on_policy_mode
+        found = (own.compile == "on" or auto) and policy.compiles and not own.true_on_policy_mode
         log.info("attention: %s; layers: %s", self.kernel, "compiled" if found else "uncompiled")
         return found
 
@@ -241,12 +255,14 @@ class Core(Passes):
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Weights in the computing type, or FP8 where that is served; nothing on other ranks than 0."""
-        for name, whole in self.policy.served(self.shards, self.dtype):
-            for part, tensor in unfused(name, whole) if whole is not None else ():
-                if self.fp8 is None:
-                    yield part, tensor
-                else:
-                    yield from quantized({part: tensor}, self.fp8).items()
+        held = ((name, whole) for name, whole in self.policy.served(self.shards, self.dtype) if whole is not None)
+        for part, tensor in self.policy.published(held):
+            if self.ranks.rank != 0:
+                continue
+            if self.fp8 is None:
+                yield part, tensor
+            else:
+                yield from quantized({part: tensor}, self.fp8).items()
 
     def beside(self) -> dict[str, bytes]:
         return export_files(self.published_as, self.policy.hf, self.dtype, is_fp8=self.fp8 is not None)

@@ -41,6 +41,8 @@ class MicroBatch:
     position_ids: Tensor
     """int64 [1, T]"""
     layout: PackedLayout
+    lengths: tuple[int, ...]
+    """input tokens of each of the S samples"""
     rows: Tensor
     """int64 [R]: input position whose output predicts each response token"""
     targets: Tensor
@@ -93,6 +95,7 @@ class PackedBatch:
             input_ids=_to(self.tokens[first[of] + position], device)[None],
             position_ids=_to(position, device)[None],
             layout=PackedLayout(_to(cu_seqlens, device), len(ids), longest, slots),
+            lengths=tuple(inputs.tolist()),
             # A response without a prompt has no row that predicts its first token; the objective masks that token.
             rows=_to(start[of_response] + np.maximum(place - 1, 0), device),
             targets=_to(self.tokens[first[of_response] + place], device),

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from actors.runtime.run import Refused
 from actors.trainer.torch_backend.attention import attend, padded_attention
 from actors.trainer.torch_backend.head import CHUNK_ELEMENTS, token_head
+from actors.trainer.torch_backend.implementations.own import RECOMPUTED
 from actors.trainer.torch_backend.layout import MicroBatch, PackedLayout
-from actors.trainer.torch_backend.model import RECOMPUTED, Policy
+from actors.trainer.torch_backend.policy import Policy
 
 FAMILY = "qwen3"
 

@@ -16,8 +16,8 @@ from actors.trainer.objective import ObjectiveConfig
 from actors.trainer.torch_backend.critic import CriticTraining
 from actors.trainer.torch_backend.experts import Replay
 from actors.trainer.torch_backend.layout import MicroBatch, PackedBatch
-from actors.trainer.torch_backend.model import Policy
 from actors.trainer.torch_backend.optim import Optimizer, Weights
+from actors.trainer.torch_backend.policy import Policy
 from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.torch_backend.sight import Gallery
 from actors.trainer.training.clockwork import Stopwatch

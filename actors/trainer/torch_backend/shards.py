@@ -24,13 +24,14 @@ class TorchShards:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.gathers = False
+        self.narrow: torch.dtype | None = None  # what sharded layers compute in, where it is not float32
         self._rank = ranks.rank
         self._mesh: DeviceMesh | None = None if ranks.alone else init_device_mesh(device.type, (ranks.size,))
 
     def shard(self, module: nn.Module, dtype: torch.dtype) -> None:
         """Shard every decoder layer (`module.blocks`), and the rest as one: float32 shards, computing and gathering in
         `dtype`."""
-        narrow = None if dtype == torch.float32 else dtype
+        narrow = self.narrow = None if dtype == torch.float32 else dtype
         precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None)
         blocks: Any = module.blocks
         for block in blocks:

@@ -7,7 +7,7 @@ with one bucket in hand.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 import msgspec
 import torch
@@ -22,6 +22,8 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", PROCESSOR),
 )
+
+Named = Iterable[tuple[str, Tensor]]
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -65,6 +67,11 @@ def _received(ranks: Ranks, holder: int, device: torch.device) -> Iterator[Named
         del parts
         yield bucket
         bucket.clear()
+
+
+def as_files(weights: Named) -> Named:
+    """Our weights as Hugging Face directories have them."""
+    return (part for name, tensor in weights for part in unfused(name, tensor))
 
 
 def unfused(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from actors.trainer.lora.peft import ADAPTER
-from actors.trainer.training.export import unfused
+from actors.trainer.training.export import as_files
 from actors.trainer.training.files import (
     FileEntry,
     export_at,
@@ -106,8 +106,8 @@ class TrainingState:
 
 def write_whole(directory: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """A checkpoint's weights as Hugging Face has them. Raises OSError."""
-    whole = (pair for fused in tensors.items() for pair in unfused(*fused))
-    write_tensors(directory / MODEL, {name: t.to(dtype) for name, t in whole}, durable=True)
+    whole = as_files((name, t.to(dtype)) for name, t in tensors.items())
+    write_tensors(directory / MODEL, dict(whole), durable=True)
 
 
 class StateFiles:

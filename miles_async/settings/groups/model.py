@@ -36,6 +36,19 @@ class ModelSettings(Group, frozen=True, kw_only=True):
         ),
     ]
 
+    model_implementation: Annotated[
+        Literal["auto", "own", "transformers"],
+        doc(
+            "Code that runs the policy on the torch backend. own: ours, for the families that have it. transformers: the class of "
+            "the installed transformers, any causal one, used as far as it gives the log-probs and gradients of single samples, "
+            "which is measured before the first step. auto: own where there is any.",
+            ours=True,
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool,
+        doc("Run code that lies in the model's directory (auto_map in config.json) on the torch backend, with this user's rights."),
+    ] = False
     true_on_policy_mode: Annotated[
         bool,
         doc(

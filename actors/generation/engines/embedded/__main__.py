@@ -108,25 +108,20 @@ def _refuse(why: str) -> int:
 
 
 async def _serve(args: argparse.Namespace, bound: socket.socket) -> int:
-    import dataclasses
-
     import torch
     from aiohttp import web
 
-    from actors.generation.engines.embedded.config import read_config
-    from actors.generation.engines.embedded.model import Decoder
-    from actors.generation.engines.embedded.pictures import Eyes
+    from actors.generation.engines.embedded.decoders import open_decoder
     from actors.generation.engines.embedded.scheduler import Posted, Scheduler
     from actors.generation.engines.embedded.server import EngineServer, Served
     from actors.generation.engines.embedded.weights import load_weights
 
     torch.set_num_threads(args.threads)
-    config = read_config(args.model_path)
-    if args.context_length is not None:
-        config = dataclasses.replace(config, context=min(config.context, args.context_length))
-    eyes = Eyes(args.model_path) if config.axes else None
-    decoder = Decoder(config, eyes, repeatable=args.enable_deterministic_inference)
+    decoder = open_decoder(args.model_path, args.context_length, repeatable=args.enable_deterministic_inference)
     load_weights(decoder, args.model_path)
+    with torch.inference_mode():
+        decoder.settled()
+    config, eyes = decoder.config, decoder.eyes
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

@@ -7,8 +7,8 @@ keys and values of every token of a row but its last one, which the next decode 
 import numpy as np
 import torch
 
-from actors.generation.engines.embedded.cache import KvCache
-from actors.generation.engines.embedded.model import BLOCK_ROWS, Decoder
+from actors.generation.engines.embedded.decoders import Decodes
+from actors.generation.engines.embedded.model import BLOCK_ROWS
 from actors.generation.engines.embedded.pictures import View
 from actors.generation.engines.embedded.request import Request
 from actors.generation.engines.embedded.sampling import sample, uniforms
@@ -22,9 +22,9 @@ PREFILL_TOKENS = 8192
 
 
 class Batch:
-    def __init__(self, decoder: Decoder, max_rows: int, max_total_tokens: int) -> None:
+    def __init__(self, decoder: Decodes, max_rows: int, max_total_tokens: int) -> None:
         self.decoder = decoder
-        self.cache = KvCache(decoder.config, max_rows, max_total_tokens)
+        self.cache = decoder.cache(max_rows, max_total_tokens)
         self.max_rows = max_rows
         self._prefill_tokens = 0 if decoder.repeatable else PREFILL_TOKENS
         self.requests: list[Request] = []

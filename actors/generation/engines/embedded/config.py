@@ -2,7 +2,7 @@
 
 Families: llama, qwen2, qwen3, qwen3_moe; with pictures qwen2_vl, qwen2_5_vl.
 What the forward does not implement is refused here, by name, before any weight
-is read.
+is read; `decoders` then asks transformers (`classes`).
 """
 
 import json
@@ -20,7 +20,12 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", *vision.FAMILIES)
 
 
 class ModelRefused(ValueError):
-    """A model directory the embedded engine cannot serve; the text is one line for the operator."""
+    """A model directory the embedded engine cannot serve; the text is one line for the operator. `unknown`: it has no code of its
+    own for such a model."""
+
+    def __init__(self, text: str, *, unknown: bool = False) -> None:
+        super().__init__(text)
+        self.unknown = unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +73,19 @@ class ModelConfig:
 
 def read_config(model_dir: Path) -> ModelConfig:
     """Parse and check `config.json` (and `generation_config.json` for end-of-sequence ids). Raises ModelRefused."""
-    raw = _read_json(model_dir / "config.json")
+    raw = read_json(model_dir / "config.json")
     family = raw.get("model_type")
     sees = family in vision.FAMILIES
     raw = raw | (raw.get("text_config") or {}) if sees else raw
     if family not in FAMILIES:
-        raise ModelRefused(f"{model_dir}: model_type {family!r} is not served here; use one of {', '.join(FAMILIES)} or SGLang.")
+        raise ModelRefused(
+            f"{model_dir}: model_type {family!r} is not served here; use one of {', '.join(FAMILIES)} or SGLang.", unknown=True
+        )
     for field, wanted in (("hidden_act", "silu"), ("use_sliding_window", False)):
         if raw.get(field, wanted) != wanted:
-            raise ModelRefused(f"{model_dir}: {field}={raw[field]!r} is not served here, only {wanted!r}; use SGLang.")
+            raise ModelRefused(
+                f"{model_dir}: {field}={raw[field]!r} is not served here, only {wanted!r}; use SGLang.", unknown=True
+            )
     try:
         fp8 = read_scheme(raw)
     except ValueError as error:
@@ -102,7 +111,7 @@ def read_config(model_dir: Path) -> ModelConfig:
             qkv_bias=bias or family == "qwen2" or sees,
             o_bias=bias and family != "qwen2" and not sees,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
-            eos=_eos_ids(raw, model_dir),
+            eos=eos_ids(raw, model_dir),
             inv_freq=_inv_freq(raw, head_dim, model_dir),
             fp8=fp8,
             axes=_axes(raw, head_dim, model_dir) if sees else (),
@@ -123,7 +132,8 @@ def _experts(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model directory. Raises ModelRefused."""
     try:
         value = json.loads(path.read_text())
     except OSError as error:
@@ -135,10 +145,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_ids(raw: dict[str, Any], model_dir: Path) -> frozenset[int]:
+def eos_ids(raw: dict[str, Any], model_dir: Path) -> frozenset[int]:
+    """End-of-sequence ids of config.json and generation_config.json."""
     extra = model_dir / "generation_config.json"
     found: set[int] = set()
-    for source in (raw, _read_json(extra) if extra.exists() else {}):
+    for source in (raw, read_json(extra) if extra.exists() else {}):
         value = source.get("eos_token_id")
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     return frozenset(found)
@@ -159,7 +170,7 @@ def _inv_freq(raw: dict[str, Any], head_dim: int, model_dir: Path) -> tuple[floa
     freq = 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelRefused(f"{model_dir}: partial rotary embedding is not served here; use SGLang.")
+        raise ModelRefused(f"{model_dir}: partial rotary embedding is not served here; use SGLang.", unknown=True)
     if kind == "linear":
         freq = freq / rope["factor"]
     elif kind == "llama3":
@@ -169,5 +180,5 @@ def _inv_freq(raw: dict[str, Any], head_dim: int, model_dir: Path) -> tuple[floa
         blend = ((old / wave - low) / (high - low)).clamp(0.0, 1.0)
         freq = (1 - blend) * freq / rope["factor"] + blend * freq
     elif kind not in ("default", "mrope"):
-        raise ModelRefused(f"{model_dir}: rope_type {kind!r} is not served here, only default, linear, llama3; use SGLang.")
+        raise ModelRefused(f"{model_dir}: rope_type {kind!r} is not served here, only default, linear, llama3.", unknown=True)
     return tuple(freq.tolist())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.generation.engines.embedded.batch import Batch
-from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.decoders import Decodes
 from actors.generation.engines.embedded.wire import BadRequest
 
 KV_CACHE, WEIGHTS = "kv_cache", "weights"
@@ -26,7 +26,7 @@ PIECE = 1 << 24
 class Occupation:
     """What one engine holds. The scheduler's thread owns it."""
 
-    def __init__(self, decoder: Decoder, batch: Batch) -> None:
+    def __init__(self, decoder: Decodes, batch: Batch) -> None:
         self._decoder = decoder
         self._batch = batch
         self._file: IO[bytes] | None = None

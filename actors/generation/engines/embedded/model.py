@@ -85,6 +85,16 @@ class Decoder:
         for name, p in eyes.tower.named_parameters() if eyes else ():
             self._put(f"visual.{name}", tuple(p.shape), p.data)
 
+    ignored: frozenset[str] = frozenset()
+    """Names in its directory that have no place in it."""
+
+    def cache(self, max_rows: int, max_total_tokens: int) -> KvCache:
+        """Room for running rows."""
+        return KvCache(self.config, max_rows, max_total_tokens)
+
+    def settled(self) -> None:
+        """Called once the first weights are there."""
+
     def prefill(
         self,
         prompts: Tensor,

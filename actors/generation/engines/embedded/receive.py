@@ -18,7 +18,7 @@ from aiohttp import web
 from torch import Tensor
 
 from actors.generation.engines.embedded.config import ModelRefused
-from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.decoders import Decodes
 from actors.generation.engines.embedded.weights import checksums, load_tensors
 from actors.generation.engines.embedded.wire import (
     BadRequest,
@@ -40,7 +40,7 @@ GROUP_DEADLINE = timedelta(seconds=60)
 class LoadInto(Protocol):
     """Runs a function on the model, between two steps of generation."""
 
-    async def __call__(self, load: Callable[[Decoder], Any], version: str | None, *, changes: bool = True) -> Any: ...
+    async def __call__(self, load: Callable[[Decodes], Any], version: str | None, *, changes: bool = True) -> Any: ...
 
 
 class Receiver:

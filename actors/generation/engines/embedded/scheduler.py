@@ -19,8 +19,8 @@ import torch
 
 from actors.generation.engines.embedded.batch import Batch
 from actors.generation.engines.embedded.config import ModelRefused
+from actors.generation.engines.embedded.decoders import Decodes
 from actors.generation.engines.embedded.memory import WEIGHTS, Occupation
-from actors.generation.engines.embedded.model import Decoder
 from actors.generation.engines.embedded.request import ABORTED, ABORTED_WAITING, FinishReason, Progress, Request
 from actors.generation.engines.embedded.wire import BadRequest
 
@@ -54,7 +54,7 @@ class Scheduler:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decodes,
         *,
         version: str,
         max_running: int,
@@ -163,12 +163,12 @@ class Scheduler:
         """The served version's label."""
         return self._version
 
-    def look(self, question: Callable[[Decoder], T]) -> T:
+    def look(self, question: Callable[[Decodes], T]) -> T:
         """An answer about the model; nothing changes."""
         self._need_weights()
         return question(self._decoder)
 
-    def update_weights(self, load: Callable[[Decoder], T], version: str | None) -> T:
+    def update_weights(self, load: Callable[[Decodes], T], version: str | None) -> T:
         """All or nothing (see weights.py). Unless paused in place, no row goes on with keys and values of the old
         weights."""
         self._need_weights()

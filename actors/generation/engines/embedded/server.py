@@ -17,7 +17,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from actors.generation.engines.embedded.config import ModelConfig, ModelRefused
-from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.decoders import Decodes
 from actors.generation.engines.embedded.pictures import Eyes
 from actors.generation.engines.embedded.receive import Receiver
 from actors.generation.engines.embedded.request import Progress, Request
@@ -202,7 +202,7 @@ class EngineServer:
             message += f" Weight version updated to {body.weight_version}."
         return json_answer({"success": True, "message": message, "num_paused_requests": 0})
 
-    async def _load_into(self, load: Callable[[Decoder], T], version: str | None, *, changes: bool = True) -> T:
+    async def _load_into(self, load: Callable[[Decodes], T], version: str | None, *, changes: bool = True) -> T:
         """Run `load` on the model between two steps. `changes`: it replaces weights, which rows must not outlive."""
         if not changes:
             return await self._ask(lambda: self.scheduler.look(load))

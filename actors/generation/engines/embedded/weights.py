@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from actors.generation.engines.embedded.config import ModelRefused
-from actors.generation.engines.embedded.model import Decoder
+from actors.generation.engines.embedded.decoders import Decodes
 from actors.runtime.fp8 import SCALE
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -26,7 +26,7 @@ FP8 = "F8_E4M3"
 TYPES = {**FLOATS, FP8: torch.float8_e4m3fn}
 
 
-def load_weights(decoder: Decoder, model_dir: Path) -> int:
+def load_weights(decoder: Decodes, model_dir: Path) -> int:
     """Copy `model*.safetensors` of `model_dir` into the decoder; returns the number of bytes of the decoder's own copy.
 
     Raises ModelRefused, with nothing changed, when a file is missing or damaged, or a tensor is missing, unknown,
@@ -65,7 +65,7 @@ def _floats(path: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, whole[begin + first : begin + end].clone().view(TYPES[facts["dtype"]]).view(facts["shape"])
 
 
-def load_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(decoder: Decodes, tensors: Mapping[str, Tensor]) -> None:
     """Copy some tensors by their checkpoint names. Raises ModelRefused, with nothing changed, for an unknown name, another
     shape or a type that is not floating point."""
     for name, tensor in tensors.items():
@@ -83,7 +83,7 @@ def load_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
         _put(decoder, name, tensor)
 
 
-def _put(decoder: Decoder, name: str, tensor: Tensor) -> None:
+def _put(decoder: Decodes, name: str, tensor: Tensor) -> None:
     """One tensor into its place. An FP8 weight and its scales may come apart, in other buckets or other versions: both are
     kept, and what they stand for is filled in whenever one of them comes."""
     weight, scheme = name.removesuffix(SCALE), decoder.config.fp8
@@ -100,7 +100,7 @@ def _put(decoder: Decoder, name: str, tensor: Tensor) -> None:
     decoder.slots[weight].fill(tensor)
 
 
-def _shape_of(decoder: Decoder, name: str) -> tuple[int, ...] | None:
+def _shape_of(decoder: Decodes, name: str) -> tuple[int, ...] | None:
     """The shape a tensor of this name must have; None for names without a place."""
     if name in decoder.slots:
         return decoder.slots[name].shape
@@ -108,11 +108,11 @@ def _shape_of(decoder: Decoder, name: str) -> tuple[int, ...] | None:
     return scheme.scales(decoder.slots[weight].shape) if scheme and _may_be_fp8(decoder, weight) else None
 
 
-def _may_be_fp8(decoder: Decoder, name: str) -> bool:
+def _may_be_fp8(decoder: Decodes, name: str) -> bool:
     return decoder.config.fp8 is not None and name in decoder.slots and len(decoder.slots[name].shape) == 2
 
 
-def checksums(decoder: Decoder) -> dict[str, str]:
+def checksums(decoder: Decodes) -> dict[str, str]:
     """blake2b-64 of each tensor's float32 values, by its checkpoint name."""
     found: dict[str, str] = {}
     for name, slot in decoder.slots.items():
@@ -122,7 +122,7 @@ def checksums(decoder: Decoder) -> dict[str, str]:
     return found
 
 
-def _problems(decoder: Decoder, where: dict[str, Any]) -> Iterator[str]:
+def _problems(decoder: Decodes, where: dict[str, Any]) -> Iterator[str]:
     missing = sorted(decoder.slots.keys() - where.keys())
     if missing:
         yield f"{len(missing)} tensors are missing, first {missing[0]}"
@@ -143,7 +143,7 @@ def _problems(decoder: Decoder, where: dict[str, Any]) -> Iterator[str]:
             yield f"{name} has scales but is {found.get_dtype()}, not {FP8}"
 
 
-def _fp8_problems(decoder: Decoder, name: str, where: dict[str, Any]) -> Iterator[str]:
+def _fp8_problems(decoder: Decodes, name: str, where: dict[str, Any]) -> Iterator[str]:
     scheme, scale = decoder.config.fp8, name + SCALE
     if len(decoder.slots[name].shape) != 2:
         yield f"{name} is {FP8}, only matrices are loaded from that"
@@ -156,8 +156,8 @@ def _fp8_problems(decoder: Decoder, name: str, where: dict[str, Any]) -> Iterato
         yield f"{scale} has shape {tuple(shape)}, its blocks make {wanted}"
 
 
-def _harmless(name: str, decoder: Decoder) -> bool:
+def _harmless(name: str, decoder: Decodes) -> bool:
     """A tied head that was written out, rotary tables that older files carry, and the scales of FP8 weights."""
     if name.endswith(SCALE):
         return name.removesuffix(SCALE) in decoder.slots
-    return (name == "lm_head.weight" and decoder.config.tied) or name.endswith("rotary_emb.inv_freq")
+    return name in decoder.ignored or (name == "lm_head.weight" and decoder.config.tied) or name.endswith("rotary_emb.inv_freq")
