@@ -20,6 +20,7 @@ from actors.trainer.checkpoint import write_durably
 from bus.errors import UNREADABLE, CheckpointRefused
 from miles_async.launcher.resume import DATA, load_dir, resumes_from, same
 from miles_async.settings.errors import refusal, show
+from miles_async.settings.hub_names import revisions_in
 from miles_async.settings.run import RunSettings
 
 FILE = "began.json"
@@ -38,11 +39,12 @@ PATHS = ("hf_checkpoint", "chat_template_path")  # what lies there counts, not w
 
 class Began(msgspec.Struct, frozen=True, kw_only=True):
     """`since`: seconds since 1970. `values`: of the settings in KEPT. `contents`: digests of what lay under paths, by KEPT's names;
-    empty = not there to be looked at."""
+    empty = not there to be looked at. `revisions`: of what came from the Hub."""
 
     since: float
     values: dict[str, Any]
     contents: dict[str, str]
+    revisions: dict[str, str] = {}
 
 
 def check_began(settings: RunSettings) -> None:
@@ -100,7 +102,14 @@ def read_began(folder: Path) -> Began | None:
 def _now(settings: RunSettings) -> Began:
     values = settings.flat.values
     kept = {name: values[name] for names in KEPT.values() for name in names}
-    return Began(since=time.time(), values=msgspec.to_builtins(kept), contents=contents(settings))
+    return Began(since=time.time(), values=msgspec.to_builtins(kept), contents=contents(settings), revisions=_revisions(settings))
+
+
+def _revisions(settings: RunSettings) -> dict[str, str]:
+    c, sets = settings.ckpt, settings.flat.datasets
+    held_out = [path for _, path in sets]
+    paths = (settings.model.hf_checkpoint, c.ref_load, c.critic_load, c.opd_teacher_load, settings.rollout.prompt_data, *held_out)
+    return revisions_in(*paths)
 
 
 def _differs(began: Began, settings: RunSettings) -> str:

@@ -23,6 +23,7 @@ from miles_async.launcher.templates import check_template
 from miles_async.settings.checks import check_model, check_trackers, model_context
 from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
 from miles_async.settings.functions import SCORE, scores_itself
+from miles_async.settings.hub_names import names_data
 from miles_async.settings.programs import check_programs
 from miles_async.settings.run import RunSettings
 
@@ -111,7 +112,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
     keys["multimodal_keys"] = pictures = check_pictures(settings)
     prompts, refused = DataInfo(0, ()), Refusals()  # a function of the user's is tried with the other hooks
-    if r.data_source_path is None:
+    if r.data_source_path is None and not names_data(r.prompt_data):  # else it is looked at when it was fetched
         how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised, "objects": settings.flat.reads_labels}
         prompts = refused.attempt(check_prompt_data, r.prompt_data, field="prompt_data", keys=keys, **how) or prompts
     if prompts.rows and r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
@@ -124,7 +125,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
         keys["multimodal_keys"] = pictures
         field = "eval_prompt_data" if settings.eval.eval_config is None else "eval_config"
         how = {"chat": r.apply_chat_template, "objects": settings.flat.reads_labels}
-        found = refused.attempt(check_prompt_data, one.path, field=field, keys=keys, **how)
+        found = None if names_data(one.path) else refused.attempt(check_prompt_data, one.path, field=field, keys=keys, **how)
         held_out[one.name] = found or DataInfo(0, ())
     refused.raise_all()
     return prompts, held_out
