@@ -53,7 +53,7 @@ from miles_async.launcher.local import fork_servers
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.place import Place, bus_config
 from miles_async.launcher.plan import actor_spec, recorder_spec, room_specs
-from miles_async.launcher.preflight import check_prompt_lengths, preflight
+from miles_async.launcher.preflight import check_prompt_lengths, few_prompts, preflight
 from miles_async.launcher.prepare import check_host, check_same, free_weights, place_of, prepare_bus, token_counter
 from miles_async.launcher.resume import finished_step
 from miles_async.launcher.supervisor import ASKED_S, Placer, RunFailed, Supervisor, furthest_step
@@ -85,7 +85,7 @@ def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
     if settings.launch.console != "none":  # libraries and data take seconds: say at once that it works
         print(banner(settings), flush=True)
     found = preflight(settings, probes=PROBES)
-    for note in found.notes:
+    for note in (*found.notes, *few_prompts(settings, found)):
         print(f"note: {note}", file=sys.stderr)
     import_module(settings.flat.launcher_kind.module).join_cluster(settings)
     place = place_of(settings)
