@@ -18,7 +18,7 @@ from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.fetch import still_to_fetch, with_models
-from miles_async.launcher.quick import check_files
+from miles_async.launcher.quick import check_files, check_gpu
 from miles_async.settings.checks import check_model, check_trackers, model_context
 from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
 from miles_async.settings.functions import SCORE, scores_itself
@@ -85,6 +85,7 @@ def check_quickly(settings: RunSettings, refused: Refusals) -> None:
     nothing is printed, made or fetched."""
     settings = refused.attempt(with_models, settings, dry_run=True) or settings
     _quickly(settings, refused, dry_run=True)
+    refused.attempt(check_gpu, settings)
 
 
 def _quickly(

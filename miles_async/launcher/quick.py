@@ -21,7 +21,7 @@ HOOKS = ("custom_rm_path", "custom_generate_function_path", "custom_agent_functi
 
 
 def check_files(settings: RunSettings) -> None:
-    """Weights that are cut, a template that is not there, functions that their files do not have, a GPU that this host lacks."""
+    """Weights that are cut, a template that is not there, functions that their files do not have."""
     refused = Refusals()
     if settings.model.builtin_name is None and Path(settings.model.hf_checkpoint).is_dir():
         refused.attempt(_check_weights, settings.model.hf_checkpoint)
@@ -32,11 +32,15 @@ def check_files(settings: RunSettings) -> None:
     if settings.rollout.chat_template_path and not Path(settings.rollout.chat_template_path).is_file():
         why = f"no such file (looked in {Path.cwd()})"
         refused.attempt(_raise, settings.flat.refusal("chat_template_path", why, "Give the path of a Jinja template."))
+    refused.raise_all()
+
+
+def check_gpu(settings: RunSettings) -> None:
+    """A start that shares a GPU has one. Not asked in a dry run, which may be of another host."""
     local = not settings.flat.launcher_kind.spreads
     if settings.flat.colocate and local and not is_made_here(settings.model.hf_checkpoint) and not has_gpu():
         why = "trainer and engines would take turns on a GPU, and this host has none"
-        refused.attempt(_raise, settings.flat.refusal("colocate", why, "Leave it out, or start the run on a host with a GPU."))
-    refused.raise_all()
+        raise settings.flat.refusal("colocate", why, "Leave it out, or start the run on a host with a GPU.")
 
 
 def _raise(error: SettingsError) -> None:
