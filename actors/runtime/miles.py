@@ -11,6 +11,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+from actors.runtime.foreign_rewards import foreign
 from actors.runtime.labels import label_of
 from bus.messages.base import unpack_floats, unpack_ints
 from bus.messages.samples import SampleTask, Scored
@@ -101,9 +102,9 @@ def takes_args(hook: Any) -> bool:
 
 def reward_of(hook: Any, values: Mapping[str, Any]) -> Any:
     """A reward function of the user's, for one table or a list of them; Miles' `(args, sample)` and `(args, samples)` are taken
-    too. `values`: what is on `args`."""
+    too, and those of TRL and verl. `values`: what is on `args`."""
     if not takes_args(hook):
-        return hook
+        return foreign(hook, values) or hook
 
     def shown(sample: Mapping[str, Any]) -> MilesSample:
         status = Status.COMPLETED if sample["finish"] == "stop" else Status.TRUNCATED

@@ -1,4 +1,4 @@
-"""Rows of data sets, whatever holds them: JSONL, a JSON list, Parquet, a folder of these, a data set saved by `datasets`, a
+"""Rows of data sets, whatever holds them: JSONL, a JSON list, CSV, Parquet, a folder of these, a data set saved by `datasets`, a
 generator of reasoning-gym, or a function of the user's.
 
 `0.7*a.jsonl@[0:500], 0.3*b.parquet` names two sources with weights and a slice. Always true: the same text gives the same rows in
@@ -7,6 +7,7 @@ the same order, so that a number tells a row.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import msgspec
 
 from actors.runtime.run import Refused
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 TABLES = (".parquet", ".arrow")  # whose rows all have the same keys
 GYM = "reasoning_gym:"
 MOST_ROWS = 20_000_000  # of a function; more is taken for a source without an end
@@ -221,9 +222,37 @@ def _files(path: str) -> list[Path]:
 
 
 def _rows_of(file: Path) -> Iterator[tuple[int, Row]]:
-    """Numbered rows of a text: a list of objects, or an object a line."""
+    """Numbered rows of a text: a list of objects, an object a line, or CSV."""
+    if file.suffix == ".csv":
+        return _csv_rows(file)
     listed = _listed(file)
     return _lines_of(file) if listed is None else enumerate(listed, 1)
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[int, Row]]:
+    """Rows by the names of the first line, every value a text; each with the line on which it ends."""
+    remedy = (
+        "Write a first line with the columns' names, then as many values in each, with quotes around those with commas or lines."
+    )
+    csv.field_size_limit(1 << 30)
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as opened:
+            reader = csv.reader(opened, strict=True)
+            names = next(reader, [])
+            if "" in names or len(set(names)) != len(names):
+                raise BadData(f"{file}, line 1, does not name its columns: {', '.join(names)[:100]}", remedy)
+            for values in reader:
+                if values and len(values) != len(names):
+                    why = f"has {len(values)} values for {len(names)} columns"
+                    raise BadData(f"{file}, line {reader.line_num}, {why}", remedy)
+                if values:
+                    yield reader.line_num, dict(zip(names, values, strict=True))
+    except UnicodeDecodeError:
+        raise BadData(f"{file} is not UTF-8 text", "Save the file as UTF-8.") from None
+    except csv.Error as error:
+        raise BadData(f"{file}, line {reader.line_num}, is not CSV: {error}", remedy) from None
+    except OSError as error:
+        raise BadData(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _listed(file: Path) -> list[Row] | None:
@@ -312,6 +341,8 @@ def _batches(file: Path) -> Iterator[Any]:
 
 
 def _count(file: Path) -> int:
+    if file.suffix == ".csv":
+        return sum(1 for _ in _csv_rows(file))
     if file.suffix not in TABLES:
         listed = _listed(file)
         return len(listed) if listed is not None else sum(1 for _ in _lines(file))

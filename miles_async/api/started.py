@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from bus.errors import BusUnreachable, MilesAsyncError
 from bus.knobs.live import read_history
 from bus.private import private_directory
 from miles_async.api.opened import Run
+from miles_async.api.source import as_file
 from miles_async.settings.dump import dump_toml
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.load import config_path, load
@@ -28,6 +29,7 @@ from miles_async.settings.runs import RUN_FILE, RunRef, read_run_file
 
 SAYS = "miles-async train: "  # the launcher, before what it refuses
 LOOK_S = 0.1
+TO_COME = "reward"  # stands for the file of a function until the run has a folder
 
 
 class RunEnded(MilesAsyncError):
@@ -39,13 +41,20 @@ class RunEnded(MilesAsyncError):
 
 
 def run(
-    config: str | Path | Mapping[str, Any] | None = None, *, wait: bool = True, start_s: float = 900.0, **settings: Any
+    config: str | Path | Mapping[str, Any] | None = None,
+    *,
+    reward: str | Callable[..., Any] | None = None,
+    wait: bool = True,
+    start_s: float = 900.0,
+    **settings: Any,
 ) -> StartedRun:
     """Start (or resume) a run, and wait for its end; with `wait=False` until it can be asked, at most `start_s` seconds.
 
     `config`: a settings file, the name of one that ships ("quickstart"), or a table of settings. `settings` count over it, each
     under its name in `miles-async train --help`: `run("quickstart", num_rollout=20)`. SettingsError tells all that is wrong, before
-    anything runs. RunEnded when the run fails. What the launcher prints is printed here while somebody waits, and kept in
+    anything runs. `reward`: a function that scores a sample (docs/hooks.md has the signatures, those of TRL and verl among them),
+    given to other processes as its source with the imports, constants and functions beside it that it uses; or `FILE.py:NAME`.
+    RunEnded when the run fails. What the launcher prints is printed here while somebody waits, and kept in
     logs/launcher.log; the end of this Python does not end the run. An interrupt while it waits drains the run.
     """
     given: dict[str, Any] = {"console": "plain"}
@@ -54,7 +63,14 @@ def run(
         file = None
     else:
         file = config_path(str(config)) if config is not None else None
+    if isinstance(reward, str):
+        settings["custom_rm_path"] = reward
+    elif reward is not None:
+        settings["custom_rm_path"] = f"{TO_COME}.py:{getattr(reward, '__name__', 'reward')}"
     loaded = load(file, values=given | settings)
+    if reward is not None and not isinstance(reward, str):
+        named = {"custom_rm_path": as_file(reward, loaded.settings.run_dir.absolute()), "name": loaded.settings.launch.name}
+        loaded = load(file, values=given | settings | named)
     started = StartedRun(loaded.settings.run_dir, dump_toml(loaded.settings))
     started.until_up(start_s)
     if wait:

@@ -90,14 +90,19 @@ def run(args: argparse.Namespace, usage: str = USAGE) -> int:
     if loaded is None:
         refused.raise_all()
         raise AssertionError("a refusal without a reason")
-    if args.dry_run or refused.found:
+    if args.dry_run:
         from miles_async.launcher.hooks import PROBES
-        from miles_async.launcher.preflight import preflight
+        from miles_async.launcher.preflight import few_prompts, preflight
 
-        found = refused.attempt(preflight, loaded.settings, probes=PROBES, dry_run=args.dry_run)
+        found = refused.attempt(preflight, loaded.settings, probes=PROBES, dry_run=True)
         refused.raise_all()
-        print(dry_run_text(loaded, (*args.notes, *(found.notes if found else ()))), end="")
+        notes = (*found.notes, *few_prompts(loaded.settings, found)) if found else ()
+        print(dry_run_text(loaded, (*args.notes, *notes)), end="")
         return 0
+    from miles_async.launcher.preflight import check_quickly
+
+    check_quickly(loaded.settings, refused)
+    refused.raise_all()  # before anything is printed or made, and before libraries are loaded
     for note in args.notes:
         print(f"note: {note}", file=sys.stderr)
     from miles_async.launcher.fetch import with_models

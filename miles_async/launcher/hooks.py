@@ -27,6 +27,7 @@ from actors.trainer.megatron_backend.flags import compare, fields_against
 from actors.trainer.megatron_backend.layout import layout_of, refusals
 from actors.trainer.megatron_backend.torch_dist import CONTENTS, check_whole
 from bus.errors import UNREADABLE
+from miles_async.launcher.began import check_began
 from miles_async.launcher.plan import objective_config, told, training_data
 from miles_async.launcher.preflight import check_prompt_data
 from miles_async.launcher.resume import check_resume
@@ -218,4 +219,4 @@ def check_shards(settings: RunSettings) -> None:
             raise SettingsError(str(error), field=field, value=value) from None
 
 
-PROBES = (check_resume, check_architecture, check_quantization, check_shards, check_hooks)
+PROBES = (check_resume, check_began, check_architecture, check_quantization, check_shards, check_hooks)

@@ -19,11 +19,11 @@ from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.fetch import still_to_fetch, with_models
 from miles_async.launcher.lora import check_lora
-from miles_async.launcher.memory import check_memory
-from miles_async.launcher.templates import check_template
+from miles_async.launcher.quick import check_files, check_gpu
 from miles_async.settings.checks import check_model, check_trackers, model_context
 from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
 from miles_async.settings.functions import SCORE, scores_itself
+from miles_async.settings.hub_names import names_data
 from miles_async.settings.programs import check_programs
 from miles_async.settings.run import RunSettings
 
@@ -58,14 +58,48 @@ def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: b
 
     probes: further checks that raise SettingsError. SettingsError tells all that is wrong.
     """
+    from miles_async.launcher.memory import check_memory
+    from miles_async.launcher.templates import check_template
+
     refused = Refusals()
     settings = refused.attempt(with_models, settings, dry_run=True) or settings
+    config, data, hints = _quickly(settings, refused, dry_run=dry_run)
+    hints += refused.attempt(check_memory, settings, config) or ()
+    if data is not None and (config or settings.model.builtin_name):  # else the directory is refused
+        hints += refused.attempt(check_template, settings, data[0].head) or ()
+    for probe in probes:
+        refused.attempt(probe, settings)
+    refused.raise_all()
+    assert data is not None
+    return Preflight(*data, model_context(config), tuple(hints))
+
+
+def few_prompts(settings: RunSettings, found: Preflight) -> tuple[str, ...]:
+    """A note where a batch holds a prompt more than once."""
+    rows, batch = found.prompts.rows, settings.rollout.rollout_batch_size
+    told = f"{settings.rollout.prompt_data} has {rows} prompts for batches of {batch}: a batch holds some of them more than once"
+    return (told,) if 0 < rows < batch else ()
+
+
+def check_quickly(settings: RunSettings, refused: Refusals) -> None:
+    """What can be told without a library: paths, columns, labels, headers of weights, functions' files, GPUs. Adds to `refused`;
+    nothing is printed, made or fetched."""
+    settings = refused.attempt(with_models, settings, dry_run=True) or settings
+    _quickly(settings, refused, dry_run=True)
+    refused.attempt(check_gpu, settings)
+
+
+def _quickly(
+    settings: RunSettings, refused: Refusals, *, dry_run: bool
+) -> tuple[dict[str, Any], tuple[DataInfo, dict[str, DataInfo]] | None, list[str]]:
+    """config.json, the data, notes."""
     config = refused.attempt(check_model, settings) or {}
     if config:
         refused.attempt(check_lora, settings)
+    if config or settings.model.builtin_name:  # else the directory is refused
+        refused.attempt(check_files, settings)
     hints = [note for note in (still_to_fetch(settings),) if note]
     hints += refused.attempt(check_programs, settings.flat, dry_run=dry_run) or ()
-    hints += refused.attempt(check_memory, settings, config) or ()
     hints += kernels_missing(settings)
     hints += refused.attempt(sandbox_missing, settings) or ()
     refused.attempt(check_trackers, settings)
@@ -73,13 +107,7 @@ def preflight(settings: RunSettings, *, probes: Iterable[Probe] = (), dry_run: b
     if data is not None:
         hints += refused.attempt(check_labels, settings, data[0]) or ()
         hints += refused.attempt(check_held_out_labels, settings, data[1]) or ()
-        if config or settings.model.builtin_name:  # else the directory is refused
-            hints += refused.attempt(check_template, settings, data[0].head) or ()
-    for probe in probes:
-        refused.attempt(probe, settings)
-    refused.raise_all()
-    assert data is not None
-    return Preflight(*data, model_context(config), tuple(hints))
+    return config, data, hints
 
 
 def sandbox_missing(settings: RunSettings) -> list[str]:
@@ -114,7 +142,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
     keys = {name: getattr(r, name) for name in ("input_key", "label_key", "metadata_key", "tool_key")}
     keys["multimodal_keys"] = pictures = check_pictures(settings)
     prompts, refused = DataInfo(0, ()), Refusals()  # a function of the user's is tried with the other hooks
-    if r.data_source_path is None:
+    if r.data_source_path is None and not names_data(r.prompt_data):  # else it is looked at when it was fetched
         how = {"chat": r.apply_chat_template, "supervised": settings.flat.supervised, "objects": settings.flat.reads_labels}
         prompts = refused.attempt(check_prompt_data, r.prompt_data, field="prompt_data", keys=keys, **how) or prompts
     if prompts.rows and r.num_rollout is None and r.num_epoch is not None and prompts.rows * r.num_epoch < r.rollout_batch_size:
@@ -127,7 +155,7 @@ def check_data(settings: RunSettings) -> tuple[DataInfo, dict[str, DataInfo]]:
         keys["multimodal_keys"] = pictures
         field = "eval_prompt_data" if settings.eval.eval_config is None else "eval_config"
         how = {"chat": r.apply_chat_template, "objects": settings.flat.reads_labels}
-        found = refused.attempt(check_prompt_data, one.path, field=field, keys=keys, **how)
+        found = None if names_data(one.path) else refused.attempt(check_prompt_data, one.path, field=field, keys=keys, **how)
         held_out[one.name] = found or DataInfo(0, ())
     refused.raise_all()
     return prompts, held_out

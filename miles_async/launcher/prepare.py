@@ -43,6 +43,7 @@ from bus.private import kept_secret, private_directory
 from bus.streams.hold import Who
 from bus.streams.redis import LIFE
 from miles_async import __version__
+from miles_async.launcher.began import keep_began
 from miles_async.launcher.engines import generation_spec
 from miles_async.launcher.place import Place
 from miles_async.launcher.plan import training_data
@@ -265,6 +266,7 @@ async def prepare_bus(bus: Bus, settings: RunSettings, place: Place) -> list[str
     differences = await publish_initial(bus, values, live, changed=wanted.keys())
     notes += [f"knob kept from the run: {text}" for text in differences]
     keep_settings(settings, run_dir)
+    keep_began(settings)
     return notes
 
 

@@ -44,6 +44,7 @@ from miles_async.console.lines import banner, starting
 from miles_async.console.live import run_console
 from miles_async.console.watchdog import watch
 from miles_async.governor.govern import govern
+from miles_async.launcher.began import check_began, resumed
 from miles_async.launcher.env_report import write_env_report
 from miles_async.launcher.eval_sets import is_evaluating
 from miles_async.launcher.hooks import PROBES
@@ -52,7 +53,7 @@ from miles_async.launcher.local import fork_servers
 from miles_async.launcher.lock import only_launcher
 from miles_async.launcher.place import Place, bus_config
 from miles_async.launcher.plan import actor_spec, recorder_spec, room_specs
-from miles_async.launcher.preflight import check_prompt_lengths, preflight
+from miles_async.launcher.preflight import check_prompt_lengths, few_prompts, preflight
 from miles_async.launcher.prepare import check_host, check_same, free_weights, place_of, prepare_bus, token_counter
 from miles_async.launcher.resume import finished_step
 from miles_async.launcher.supervisor import ASKED_S, Placer, RunFailed, Supervisor, furthest_step
@@ -62,7 +63,7 @@ from miles_async.settings.runs import finished_run, write_run_file
 
 RESTORES = 5  # of a run whose bus came back without it, by one launcher
 AGAIN = "begins again, since it keeps no checkpoints (--no-save)"
-RESUME = "Checkpoints and streams are kept: the same command goes on."
+RESUME = "Checkpoints and streams are kept: the same command with --name {name} goes on."
 
 
 def train(settings: RunSettings) -> int:
@@ -78,10 +79,13 @@ def train(settings: RunSettings) -> int:
 
 
 def _checked(settings: RunSettings, servers: Mapping[str, ForkServer]) -> int:
+    check_began(settings)
+    if goes_on := resumed(settings):
+        print(goes_on, flush=True)
     if settings.launch.console != "none":  # libraries and data take seconds: say at once that it works
         print(banner(settings), flush=True)
     found = preflight(settings, probes=PROBES)
-    for note in found.notes:
+    for note in (*found.notes, *few_prompts(settings, found)):
         print(f"note: {note}", file=sys.stderr)
     import_module(settings.flat.launcher_kind.module).join_cluster(settings)
     place = place_of(settings)
@@ -234,7 +238,7 @@ class Launcher:
             else:
                 failure = RunFailed(str(failure), status=1)
         if failure:
-            again = f" {RESUME}" if failure.resumes else ""
+            again = f" {RESUME.format(name=name)}" if failure.resumes else ""
             print(f"miles-async: run {name} ended with status {failure.status}: {failure}{again}", file=sys.stderr)
             return failure.status, 0
         finished = await finished_step(bus, self._place.num_rollout)
@@ -243,7 +247,8 @@ class Launcher:
         beats_s = settings.launch.heartbeat_s
         await let_go(bus, supervisor.kept, finished=bool(finished), heartbeat_s=beats_s, within_s=within_s)
         if not finished:
-            print(f"run {name} stopped; the same command {AGAIN if settings.ckpt.no_save else 'goes on from its last checkpoint'}")
+            then = AGAIN if settings.ckpt.no_save else "goes on from its last checkpoint"
+            print(f"run {name} stopped; the same command with --name {name} {then}")
         return 0, finished
 
     def _signalled(self) -> None:

@@ -42,7 +42,8 @@ from miles_async.settings.flat import BATCH
 from miles_async.settings.megatron_fields import OF_MEGATRON
 
 SIGNATURES = {
-    "custom_rm_path": "(sample: dict) or (args, sample) -> number or table, may be async; with group_rm lists of them",
+    "custom_rm_path": "(sample: dict) or (args, sample) -> number or table, may be async; with group_rm lists of them; "
+    "TRL's and verl's too",
     "dynamic_sampling_filter_path": "(samples of a group) -> reason to drop it, or None; or (args, group) -> whether to keep it",
     "data_source_path": "(path) -> rows, each a dict with the columns that are named; or Miles' class with get_samples(n)",
     "custom_generate_function_path": SIGNATURE,

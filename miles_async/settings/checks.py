@@ -10,6 +10,7 @@ from typing import Any
 
 from miles_async.settings.checkpoints import is_torch_dist
 from miles_async.settings.errors import SettingsError, parsed, refusal
+from miles_async.settings.hub_names import model_name
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import check_second_models, reference_dir, start_dir
 
@@ -30,7 +31,7 @@ def check_model(settings: RunSettings) -> dict[str, Any]:
         if settings.model.builtin_name not in known:
             remedy = f"Builtin models: {', '.join(f'builtin:{name}' for name in known)}."
             raise settings.flat.refusal("hf_checkpoint", "no such builtin model", remedy)
-    else:
+    elif model_name(settings.model.hf_checkpoint) is None:  # a name of the Hub is looked at when it was fetched
         config = check_checkpoint_dir(settings.model.hf_checkpoint, "hf_checkpoint")
     _check_experts(settings, config)
     _check_starts(settings)

@@ -23,6 +23,7 @@ from miles_async.settings.functions import HOOK, RECORD
 from miles_async.settings.miles import as_ours
 from miles_async.settings.rules import check_rules, notes
 from miles_async.settings.run import RunSettings
+from miles_async.settings.run_names import fresh_name
 from miles_async.settings.theirs import in_our_words
 
 Origin = Literal["default", "file", "flag", "derived"]
@@ -128,7 +129,10 @@ def _resolve(given: dict[str, Any], origins: dict[str, Origin], config: Path | N
             )
     refused.raise_all()
     defaults = {name: spec.default for name, spec in catalog().items() if spec.default is not NO_DEFAULT}
-    values = fill(given, defaults, run_name=config.stem if config is not None else "run", gpu=has_gpu())
+    named = config is not None and config.is_file()  # a pipe has no name of its own
+    runs_dir = str(given.get("runs_dir", defaults["runs_dir"]))
+    run_name = config.stem if config is not None and named else fresh_name(given["hf_checkpoint"], runs_dir)
+    values = fill(given, defaults, run_name=run_name, gpu=has_gpu())
     if values.get("bus_url"):
         values["bus_url"] = take_password(values["bus_url"])
     full: dict[str, Origin] = {

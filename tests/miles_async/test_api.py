@@ -115,7 +115,9 @@ def test_what_the_launcher_refuses_is_raised_and_an_interrupt_reaches_it(tmp_pat
             start(hf_checkpoint=model, num_rollout=10_000)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert re.search(r"interrupted$|run quickstart stopped; the same command goes on", log.read_text().rstrip()), "by its time"
+    assert re.search(
+        r"interrupted$|run quickstart stopped; the same command with --name quickstart goes on", log.read_text().rstrip()
+    ), "by its time"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

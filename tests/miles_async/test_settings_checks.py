@@ -130,7 +130,7 @@ def test_a_path_may_hold_an_at_sign():
     ("name", "content", "words"),
     [
         ("none.jsonl", None, ("prompt_data", "no such file")),
-        ("a.csv", b"x", (".csv", ".jsonl, .json, .parquet or .arrow")),
+        ("a.tsv", b"x", (".csv", ".jsonl, .json, .csv, .parquet or .arrow")),
         ("empty.jsonl", b"\n\n", ("prompt_data", "holds no rows")),
         ("bad.jsonl", b'{"input": "a"}\nnot json\n', ("line 2", "is not JSON")),
         ("bytes.jsonl", b'{"input": "\xff"}\n', ("line 1", "is not UTF-8 text")),

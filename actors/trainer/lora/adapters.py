@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from actors.runtime.fp8 import scheme_of
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.lora import peft
@@ -124,6 +125,30 @@ class AdaptedPolicy(Policy):
         found = peft.read_config(directory)
         here = (self._lora.rank, self._lora.alpha)
         return "" if found == here else f"its rank and alpha are {found[0]} and {found[1]:g}, this run's {here[0]} and {here[1]}"
+
+
+def adapted(policy: Policy, path: str, own: Any, *, optimizer: str, seed: int) -> Policy:
+    """`policy` of the directory `path`, with adapters beside its frozen weights where the backend's settings `own` ask for them.
+    Refused: beside something else that they ask for."""
+    if not own.lora_rank:
+        return policy
+    lora = Lora(
+        rank=own.lora_rank,
+        alpha=own.lora_alpha,
+        targets=own.target_modules or "",
+        exclude=own.exclude_modules or "",
+        path=own.lora_adapter_path or "",
+    )
+    others = (
+        ("--true-on-policy-mode", own.true_on_policy_mode),
+        ("an FP8 base", scheme_of(path) is not None),
+        ("--optimizer muon", optimizer == "muon"),
+        ("a class of transformers (--model-implementation)", not policy.compiles),
+    )
+    for name, wanted in others:
+        if wanted:
+            raise Refused(f"lora_rank={lora.rank}: {name} is not carried with LoRA. Leave one of the two out.")
+    return AdaptedPolicy(policy.hf, lora, path=path, seed=seed)
 
 
 class BasePolicy(nn.Module):

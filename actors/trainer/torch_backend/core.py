@@ -24,8 +24,7 @@ from actors.trainer.backend import BackendConfig, TorchConfig
 from actors.trainer.batch.memory import SIZES, WORTH_COMPILING, activation_bytes, gathers, recomputed
 from actors.trainer.batch.plan import cost_of
 from actors.trainer.hooks import install
-from actors.trainer.lora.adapters import AdaptedPolicy
-from actors.trainer.lora.peft import Lora
+from actors.trainer.lora.adapters import adapted
 from actors.trainer.torch_backend import attention, experts
 from actors.trainer.torch_backend.compiled import compile_layers
 from actors.trainer.torch_backend.critic import CriticTraining
@@ -128,7 +127,7 @@ class Core(Passes):
             trusted=self.own.trust_remote_code,
         )
         if trainable:
-            policy = self._adapted(policy, path)
+            policy = adapted(policy, path, self.own, optimizer=self.config.optimizer, seed=self.config.seed)
             self.compiles = self._compiles(policy)
             self.shards.gathers = self._gathers(policy)
         self._place(policy)
@@ -141,26 +140,6 @@ class Core(Passes):
         if self.own.true_on_policy_mode and not policy.compiles:
             raise Refused(f"true_on_policy_mode needs code of our own; {path} runs as a class of transformers. Leave it out.")
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
-
-    def _adapted(self, policy: Policy, path: str) -> Policy:
-        """With adapters beside its frozen weights, where that is asked for."""
-        own = self.own
-        if not own.lora_rank:
-            return policy
-        if not policy.compiles:
-            raise Refused(f"lora_rank={own.lora_rank}: {path} runs as a class of transformers, with which LoRA is not carried yet.")
-        others = (("--true-on-policy-mode", own.true_on_policy_mode), ("an FP8 base", scheme_of(path) is not None))
-        for name, wanted in (*others, ("--optimizer muon", self.config.optimizer == "muon")):
-            if wanted:
-                raise Refused(f"lora_rank={own.lora_rank}: {name} is not carried with LoRA. Leave one of the two out.")
-        lora = Lora(
-            rank=own.lora_rank,
-            alpha=own.lora_alpha,
-            targets=own.target_modules or "",
-            exclude=own.exclude_modules or "",
-            path=own.lora_adapter_path or "",
-        )
-        return AdaptedPolicy(policy.hf, lora, path=path, seed=self.config.seed)
 
     def _load_reference(self) -> nn.Module:
         """Of a policy with adapters its own base, unless another is named."""

@@ -16,7 +16,11 @@ class LaunchSettings(Group, frozen=True, kw_only=True):
 
     name: Annotated[
         str,
-        doc("Name of the run: its folder and its keys on the bus.", derived="file name of CONFIG, else run", ours=True),
+        doc(
+            "Name of the run: its folder and its keys on the bus.",
+            derived="file name of CONFIG, else a fresh one of model, date and time",
+            ours=True,
+        ),
     ]
     runs_dir: Annotated[str, doc("Folder that holds one folder per run.", ours=True)] = "runs"
     seed: Annotated[int, doc("Seed of everything random that has no seed of its own.", ge=0)] = 1234

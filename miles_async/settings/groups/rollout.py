@@ -22,7 +22,8 @@ class RolloutSettings(Group, frozen=True, kw_only=True):
     prompt_data: Annotated[
         str,
         doc(
-            "Training prompts: a .jsonl or .parquet file, a folder of such, a saved data set, or "
+            "Training prompts: a .jsonl, .csv or .parquet file, a folder of such, a saved data set, a data set of the "
+            "Hub as OWNER/NAME[:SPLIT], or "
             "reasoning_gym:NAME?size=500&seed=1. "
             "path@[a:b] takes rows a to b as Python slices do; 3*PATH, 1*PATH mixes several by weight."
         ),
