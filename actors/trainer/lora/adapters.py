@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from actors.runtime.fp8 import scheme_of
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.lora import peft
 from actors.trainer.lora.merge import merged, written
 from actors.trainer.lora.peft import ADAPTER, ADAPTER_CONFIG, PREFIX, Lora
+from actors.trainer.torch_backend.fp8 import scheme_of
 from actors.trainer.torch_backend.layout import MicroBatch
 from actors.trainer.torch_backend.policy import Policy
 from actors.trainer.torch_backend.shards import TorchShards
