@@ -21,7 +21,7 @@ USAGE = """\
 usage: miles-async train [CONFIG] [--flag value ...]
 
 Train a policy. CONFIG is a TOML file with the tables named below, or the name of one that ships, such as quickstart; every field
-is also a flag, which wins over the file. The same command again resumes. Relative paths start at the current folder.
+is also a flag, which wins over the file. The same file, or --name, again resumes. Relative paths start at the current folder.
 """
 OPTIONS = """\
   --dry-run         Check all that can be checked, print the resolved settings with the origin of each value, and stop.

@@ -181,13 +181,13 @@ def check_architecture(settings: RunSettings) -> None:
     preflight."""
     given = {name: getattr(settings.architecture, name) for name in settings.architecture.__struct_fields__}
     said = any(value not in (None, False, (), 1) for value in given.values())
-    if settings.model.builtin_name is not None or not (said or settings.flat.train_backend == "megatron"):
+    if settings.model.builtin_name is not None or not (said or settings.flat.on_megatron):
         return
     if (config := _config(settings)) is None:
         return
     try:
         differ = compare(given, config)
-        if settings.flat.train_backend == "megatron":
+        if settings.flat.on_megatron:
             own, arch = told(MegatronConfig, settings.flat), describe(config)
             differ += fields_against({name.replace("-", "_"): value for name, value in own.megatron.items()}, arch)
             differ += refusals(layout_of(own, settings.flat.train_ranks), arch.shape)

@@ -117,7 +117,7 @@ class Trainer:
         self.layout = RankLayout(world=s.flat.train_ranks)
         self.shape: ModelShape | None = None
         self.megatron: dict[str, Any] = {}
-        if s.flat.train_backend == "megatron":
+        if s.flat.on_megatron:
             own = told(MegatronConfig, s.flat)
             self.layout = layout_of(own, s.flat.train_ranks)
             self.megatron = {name.replace("-", "_"): value for name, value in own.megatron.items()}
@@ -209,7 +209,7 @@ class Trainer:
 
     def on_host(self) -> dict[str, int]:
         """Bytes of this host's memory, of what is sure to lie there; what is rounded up, or written by the way, comes on top."""
-        s, g, megatron = self.s, self.s.sglang, self.s.flat.train_backend == "megatron"
+        s, g, megatron = self.s, self.s.sglang, self.s.flat.on_megatron
         here, width = min(s.perf.actor_num_gpus_per_node, self.layout.world), 2 if self.narrow else 4
         others = int(s.flat.needs_reference) + int(bool(s.ckpt.opd_teacher_load)) if megatron else 0
         shared = g.colocate or g.lend_trainer_gpus
@@ -304,7 +304,7 @@ class Trainer:
         p, layout = self.s.perf, self.layout
         # A pipeline's first stage holds as many micro-batches as there are stages, of its part of the layers each.
         flight = 1 + (layout.pp - 1) / (layout.pp * layout.vpp) if layout.vpp > 1 else 1.0
-        if self.s.flat.train_backend == "megatron":
+        if self.s.flat.on_megatron:
             along = layout.tp if layout.sequence_parallel else 1
             return activation_bytes(self.config, tokens, again, fused=True, tp=layout.tp, along=along, flight=flight)
         auto = p.compile == "auto" and p.attn_implementation != "sdpa" and self.narrow
@@ -345,7 +345,7 @@ class Trainer:
         if (most := int(room / self.activations(1000) * 1000) // GRAIN * GRAIN) >= GRAIN:
             ways.append(f"lower --max-tokens-per-gpu to {most}")
         if self.activations(tokens, layers) < min(room, self.activations(tokens)):
-            if self.s.flat.train_backend == "megatron":
+            if self.s.flat.on_megatron:
                 ways.append(f"set {FULL}")
             else:
                 some = next(n for n in range(layers + 1) if self.activations(tokens, n) <= room)

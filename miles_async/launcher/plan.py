@@ -82,7 +82,7 @@ def backend_config(settings: RunSettings, place: Place) -> BackendConfig:
     """The training backend's settings."""
     s = settings.flat
     own: TorchConfig | MegatronConfig = told(TorchConfig, s)
-    if s.train_backend == "megatron":
+    if s.on_megatron:
         own = told(MegatronConfig, s, megatron={**s.megatron, **({"deterministic_mode": True} if s.deterministic_mode else {})})
     return told(
         BackendConfig,

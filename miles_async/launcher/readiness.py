@@ -91,7 +91,7 @@ def kernels(s: RunSettings) -> Iterator[Finding]:
         yield Finding("wrong", "torch", f"{torch} is built for CPUs: no GPU is used; install torch's CUDA build")
     else:
         yield Finding("ok", "torch", f"{torch}{f', CUDA {cuda}' if cuda else ''}")
-    if s.flat.train_backend == "megatron":
+    if s.flat.on_megatron:
         yield from _megatron(s, torch, on_gpu)
     elif on_gpu and s.flat.train_backend in ("torch", "fsdp"):
         if util.find_spec("sgl_kernel") is not None:
@@ -136,7 +136,7 @@ def memory(s: RunSettings) -> Iterator[Finding]:
         yield _room("shared memory", shutil.disk_usage(shm).free, 4 * weights, "two versions of the weights, in float32",
                     "versions are published on the disk, which is slower; docker run --shm-size=", "note")  # fmt: skip
     if weights and not s.ckpt.no_save:
-        each = weights // 2 * (4 if s.ckpt.no_save_optim else 14 if s.flat.train_backend == "megatron" else 12)
+        each = weights // 2 * (4 if s.ckpt.no_save_optim else 14 if s.flat.on_megatron else 12)
         target = _existing(Path(s.ckpt.save))
         free = shutil.disk_usage(target).free
         tight = free < 2 * each

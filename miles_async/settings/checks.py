@@ -146,7 +146,7 @@ def _check_starts(settings: RunSettings) -> None:
 def _check_weights(settings: RunSettings, path: Path, field: str, given: str) -> None:
     """Weights that this trainer can read; a rank of Megatron looks closer, before it allocates anything."""
     if is_torch_dist(path):
-        if settings.flat.train_backend == "megatron":
+        if settings.flat.on_megatron:
             return
         why = "a checkpoint of Megatron (torch_dist), which this trainer cannot read"
         remedy = "Set --train-backend megatron, or give the directory that miles-async convert megatron-to-hf makes of it."

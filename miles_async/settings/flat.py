@@ -116,6 +116,11 @@ class Flat:
         return LAUNCHERS[self.launcher]
 
     @property
+    def on_megatron(self) -> bool:
+        """Whether Megatron trains, and not torch."""
+        return bool(self.train_backend == "megatron")
+
+    @property
     def distills(self) -> bool:
         """Whether a teacher is asked at all."""
         return bool(self.use_opd or self.estimator.teacher)

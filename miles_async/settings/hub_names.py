@@ -1,4 +1,4 @@
-"""(pure) Names of models and data sets on the Hugging Face Hub, as settings hold them."""
+"""Names of models and data sets on the Hugging Face Hub, as settings hold them."""
 
 import os
 import re

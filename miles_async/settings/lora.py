@@ -12,7 +12,7 @@ def lora_has_what_it_needs(s: Flat) -> None:
     if not (s.target_modules or "").strip(" ,"):
         raise s.refusal("lora_rank", "target_modules names no matrix that could have adapters", "Set --target-modules all-linear.")
     for field, wrong, why, remedy in (
-        ("train_backend", s.train_backend not in ("torch", "fsdp"), "LoRA is of the torch backend", "Set it to torch."),
+        ("train_backend", s.on_megatron, "LoRA is of the torch backend", "Set it to torch."),
         ("optimizer", s.optimizer == "muon", "Muon is for whole matrices; adapters are trained by adam", "Set it to adam."),
         ("true_on_policy_mode", s.true_on_policy_mode, "adapters are added in another order than engines do", "Leave it out."),
         ("ref_update_interval", bool(s.ref_update_interval), "LoRA's reference is the frozen base", "Leave it out."),

@@ -23,7 +23,7 @@ def pictures_go_where_they_are_carried(s: Flat) -> None:
     if s.multimodal_keys is None:
         return
     without: tuple[tuple[str, Any, bool], ...] = (
-        ("train_backend", s.train_backend, s.train_backend == "megatron"),
+        ("train_backend", s.train_backend, s.on_megatron),
         ("loss_type", s.loss_type, s.supervised),
         ("custom_agent_function_path", s.custom_agent_function_path, s.custom_agent_function_path is not None),
         ("tools", s.tools, bool(s.tools)),

@@ -60,7 +60,7 @@ def teacher_dir(settings: RunSettings, model_dir: Path | None = None) -> str:
     if given is None or not settings.flat.distills:
         return ""
     path = model_in(given, step, "opd_teacher_load", "opd_teacher_ckpt_step")
-    if settings.flat.train_backend == "megatron" and is_torch_dist(path):
+    if settings.flat.on_megatron and is_torch_dist(path):
         return str(path.resolve())  # it says nothing of its vocabulary; the trainer compares shapes as it loads
     size = _vocabulary(path, "opd_teacher_load", given)
     if model_dir is not None:
