@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from actors.generation.engines.sglang.host import CACHES
+from actors.generation.engines.sglang.inside import TESTED
 from miles_async.cli.app import main
 from miles_async.launcher import readiness
 from miles_async.launcher.readiness import Finding, look
@@ -102,6 +103,24 @@ def test_versions_that_fit_each_other_and_what_their_absence_costs(model: Path, 
     assert found["sglang"][0].level == "note" and "older than 0.5.12" in found["sglang"][0].text
     assert found["sglang-router"][0].level == "wrong" and found["attention"][0].level == "note"
     assert "8 % longer" in found["attention"][0].text and len(found["kernel cache"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("release", "level", "said"),
+    [
+        (TESTED[0], "ok", TESTED[0]),
+        ("0.5.17", "note", "counting in place"),
+        ("0.5.20", "note", "over several GPUs are off. Install"),
+        ("0.5.21", "note", "weights by ipc and nccl are refused by it"),
+        ("0.5.23", "note", f"none of the releases that were tried ({TESTED[0]})"),
+    ],
+)
+def test_a_release_of_sglang_that_was_not_tried_is_named_with_what_is_lost(
+    model: Path, monkeypatch: pytest.MonkeyPatch, release: str, level: str, said: str
+) -> None:
+    installed(monkeypatch, torch="2.11.0+cu130", sglang=release)
+    [found] = findings(model, engine="sglang", rollout_num_gpus=1)["sglang"]
+    assert found.level == level and found.text.startswith(release) and said in found.text
 
 
 def test_flash_attention_that_is_not_installed_is_told_before_a_run(

@@ -59,14 +59,25 @@ class Kernels:
 FORMULAS = Kernels(norm, swish, rotate, padded_attention)
 
 
+def _rope() -> Callable[..., None]:
+    """Where SGLang has it: one place up to 0.5.16, another from 0.5.17 on. Raises ImportError."""
+    try:
+        from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace as rotate
+    except ImportError:
+        from sglang.jit_kernel.rope import apply_rope_with_cos_sin_cache_inplace as rotate
+    made: Callable[..., None] = rotate
+    return made
+
+
 def sglang_kernels() -> Kernels:
     """SGLang's; from now on every matrix product of this process is batch-invariant too. Refused without SGLang."""
     try:
         from sgl_kernel import silu_and_mul
         from sgl_kernel.flash_attn import flash_attn_varlen_func
-        from sglang.jit_kernel.rope import apply_rope_with_cos_sin_cache_inplace
         from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
         from sglang.srt.batch_invariant_ops.batch_invariant_ops import rms_norm_batch_invariant
+
+        apply_rope_with_cos_sin_cache_inplace = _rope()
     except ImportError as error:
         raise Refused(
             f"log-probs equal to the engine's need SGLang's kernels here: {error}. Install SGLang beside the trainer."

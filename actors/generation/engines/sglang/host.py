@@ -11,9 +11,12 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from actors.generation.engines.sglang.inside import TESTED
 from actors.kinds import HostFacts, Lack
 
 LEAST = (0, 5, 12)
+SESSIONS = (0, 5, 21)
+"""From here on SGLang takes weights by ipc and nccl only inside a session of its own, which our client does not open."""
 CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": ("/tmp", "torchinductor_*"), "TRITON_CACHE_DIR": ("~/.triton/cache", ""),
     "FLASHINFER_WORKSPACE_BASE": ("~", ".cache/flashinfer"), "SGLANG_DG_CACHE_DIR": ("~/.cache/deep_gemm", ""),
@@ -27,10 +30,8 @@ def findings(s: Any, host: HostFacts) -> Iterator[Lack]:
     if not found and not s.sglang_server_command:
         yield Lack("wrong", "sglang", "not installed in this Python: no engine starts; install miles-async[sglang]")
         return
-    number = tuple(int(n) for n in re.findall(r"\d+", found)[:3])
-    old = bool(found) and number < LEAST
-    text = f"{found} is older than 0.5.12, with which everything was tried; upgrade it" if old else found or "by a command of yours"
-    yield Lack("note" if old else "ok", "sglang", text)
+    lost = _lost(found)
+    yield Lack("note" if lost else "ok", "sglang", f"{found} {lost}" if lost else found or "by a command of yours")
     if s.use_router and s.sglang_router_ip is None and not host.version("sglang-router"):
         yield Lack("wrong", "sglang-router", "not installed: requests are not shared out; install it, or set --no-use-router")
     if _fp8(s) and util.find_spec("deep_gemm") is None and util.find_spec("sgl_deep_gemm") is None:
@@ -44,6 +45,20 @@ def findings(s: Any, host: HostFacts) -> Iterator[Lack]:
         yield Lack("note", "kernel cache", f"no nvcc on PATH or in CUDA_HOME, cached: {full or 'nothing'}. Kernels that SGLang "
                    "compiles at boot come from its caches or not at all; install nvcc of torch's CUDA, copy the caches of "
                    "a host with nvcc, or choose kernels that need none (--sglang-attention-backend triton)")  # fmt: skip
+
+
+def _lost(release: str) -> str:
+    """What a run does without on an engine of this release, which nobody here tried; empty: nothing."""
+    number = tuple(int(n) for n in re.findall(r"\d+", release)[:3])
+    if not release or release in TESTED:
+        return ""
+    if number < LEAST:
+        return "is older than 0.5.12, with which everything was tried; upgrade it"
+    way = "; weights by ipc and nccl are refused by it and go as files" if number >= SESSIONS else ""
+    return (
+        f"is none of the releases that were tried ({', '.join(TESTED)}): counting in place, receiving and drawing inside the "
+        f"engine and checksums over several GPUs are off{way}. Install one of those for all of it"
+    )
 
 
 def _fp8(s: Any) -> bool:
