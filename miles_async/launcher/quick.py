@@ -11,7 +11,6 @@ import struct
 from pathlib import Path
 
 from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
-from miles_async.settings.groups.model import is_made_here
 from miles_async.settings.load import has_gpu
 from miles_async.settings.run import RunSettings
 
@@ -38,7 +37,7 @@ def check_files(settings: RunSettings) -> None:
 def check_gpu(settings: RunSettings) -> None:
     """A start that shares a GPU has one. Not asked in a dry run, which may be of another host."""
     local = not settings.flat.launcher_kind.spreads
-    if settings.flat.colocate and local and not is_made_here(settings.model.hf_checkpoint) and not has_gpu():
+    if settings.flat.colocate and local and settings.flat.engine_kind.needs_gpu and not has_gpu():
         why = "trainer and engines would take turns on a GPU, and this host has none"
         raise settings.flat.refusal("colocate", why, "Leave it out, or start the run on a host with a GPU.")
 

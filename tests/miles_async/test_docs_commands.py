@@ -41,7 +41,10 @@ LIVE: Tables = {
     "launch": {"console": "plain"},
 }
 STARTING = ("train", "quickstart")
-NOT_DRY = {"--multimodal-keys"}  # needs a model that sees: tests/actors/test_pictures.py
+NOT_DRY = {
+    "--multimodal-keys",
+    "--lora-adapter-path",
+}  # need a model that sees (tests/actors/test_pictures.py), an adapter (tests/trainer/test_lora.py)
 HELP = {"--help", "--explain"}
 BESIDE = ("worker", "top", "console", "shadow")  # processes of their own beside the run
 ELSEWHERE = {

@@ -34,7 +34,7 @@ MISTAKES = {
     "--custom-rm-path broken.py:score": ("broken.py, line 1:", "Correct it."),
     "--chat-template-path none.jinja --apply-chat-template": ("chat_template_path = 'none.jinja': no such file", "Jinja"),
     "--apply-chat-template": ("apply_chat_template = true: model has no chat template", "--chat-template-path FILE"),
-    "--colocate": ("colocate = true: trainer and engines would take turns on a GPU", "Leave it out"),
+    "--colocate --engine sglang": ("colocate = true: trainer and engines would take turns on a GPU", "Leave it out"),
     "--rollout-max-response-len 9999": ("the model's context", "Set it to at most"),
     "--name a/b": ("name = 'a/b'", "Use letters, digits"),
     "--rollout-bach-size 4": ("rollout-bach-size", "Did you mean --rollout-batch-size?"),
