@@ -7,7 +7,8 @@ from typing import Any
 
 MILES: dict[str, Any] = {
     "hf_checkpoint": None, "true_on_policy_mode": False, "lora_rank": 0, "lora_alpha": 16, "lora_dropout": 0.0,
-    "target_modules": None, "exclude_modules": None, "lora_adapter_path": None, "trust_remote_code": False, "load": None, "ckpt_step": None, "finetune": False,
+    "target_modules": None, "exclude_modules": None, "lora_adapter_path": None, "trust_remote_code": False,
+    "load": None, "ckpt_step": None, "finetune": False,
     "no_load_optim": False, "no_load_rng": False, "save": None, "save_interval": None, "save_retain_interval": None,
     "no_save_optim": False, "async_save": False, "ref_load": None, "ref_ckpt_step": None, "critic_load": None,
     "opd_teacher_load": None, "opd_teacher_ckpt_step": None, "save_trigger_sentinel": None, "save_hf": None,
