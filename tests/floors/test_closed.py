@@ -68,8 +68,8 @@ def test_an_event_has_a_level_that_its_kind_may_have(path: Path) -> None:
 def test_a_reason_is_read_back_as_what_it_was_made_from() -> None:
     for reason in DropReason:
         said = reason.of(0.5) if reason.tail else reason.value
-        assert declared(said) is reason and meaning(said) == reason.meaning
-    assert declared("zero_std_-0.5") is DropReason.ZERO_STD
+        assert declared(said) is reason and (reason.tail or meaning(said) == reason.meaning)
+    assert declared("zero_std_-0.5") is DropReason.ZERO_STD and "are equal (0.5, rounded" in meaning("zero_std_0.5")
     assert declared("too hard") is declared("stale_") is declared("") is None and "own filter" in meaning("too hard")
     with pytest.raises(ValueError, match="stands alone"):
         DropReason.STALE.of(1)
