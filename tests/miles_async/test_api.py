@@ -220,6 +220,7 @@ def test_a_program_gives_the_numbers_that_it_has() -> None:
 def test_settings_are_given_by_name_as_a_table_or_as_tables() -> None:
     flat = {"hf_checkpoint": "builtin:arithmetic", "prompt_data": Path("x.jsonl"), "num_rollout": 3, "rm_type": "math"}
     tables = {"model": {"hf_checkpoint": "builtin:arithmetic"}, "rollout": {k: flat[k] for k in list(flat)[1:]}}
+    flat, tables = flat | {"name": "r"}, tables | {"launch": {"name": "r"}}  # else each is named after its moment
     assert load(None, values=flat).settings == load(None, values=tables).settings
     with pytest.raises(miles_async.SettingsError) as caught:
         load(None, values={**flat, "lr": "fast", "lrr": 1, "rollout": {"num_rollot": 4}})

@@ -37,7 +37,7 @@ from miles_async.settings.run import RunSettings
 from tests.miles_async.console_data import config
 
 BASE: dict[str, Any] = {
-    "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math",
+    "hf_checkpoint": "builtin:arithmetic", "prompt_data": "x.jsonl", "num_rollout": 3, "rm_type": "math", "name": "r",
 }  # fmt: skip
 SOME: dict[str, list[Any]] = {
     "rollout_batch_size": [1, 2, 6, 32],
