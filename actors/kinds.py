@@ -55,6 +55,10 @@ class KindRecord(msgspec.Struct, frozen=True, kw_only=True):
     extra: str = ""
     """`pip install miles-async[EXTRA]` brings what it needs; empty = nothing is missing."""
 
+    def lacks(self) -> str:
+        """What a record must have and this one has not, as the rest of a sentence; empty = it is whole."""
+        return ""
+
     def rules(self, settings: Any) -> Iterator[RuleBroken]:
         """What a run must not say with it; the first is told (pure)."""
         yield from ()
@@ -87,4 +91,6 @@ def own_kind(path: str, kind: type[K]) -> K:
         raise UnknownKind(" ".join(str(error).split())) from error
     if not isinstance(found, kind):
         raise UnknownKind(f"{path} is a {type(found).__name__}, no {kind.__name__}")
+    if lacks := found.lacks():
+        raise UnknownKind(f"{path} {lacks}")
     return found

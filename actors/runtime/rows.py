@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -341,6 +342,16 @@ def _batches(file: Path) -> Iterator[Any]:
 
 
 def _count(file: Path) -> int:
+    """Once for each state of a file: checks before a start come by more than once, and it may be large."""
+    try:
+        stat = file.stat()
+    except OSError:  # told by who opens it
+        return _counted(file, -1, 0)
+    return _counted(file, stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _counted(file: Path, size: int, mtime_ns: int) -> int:
     if file.suffix == ".csv":
         return sum(1 for _ in _csv_rows(file))
     if file.suffix not in TABLES:

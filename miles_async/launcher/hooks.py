@@ -35,18 +35,12 @@ from miles_async.settings.catalog import catalog
 from miles_async.settings.checks import table_in
 from miles_async.settings.custom_config import custom_config
 from miles_async.settings.errors import Refusals, SettingsError
-from miles_async.settings.flat import BATCH
-from miles_async.settings.megatron_fields import OF_MEGATRON
+from miles_async.settings.functions import CALLED
 from miles_async.settings.run import RunSettings
 from miles_async.settings.second_models import reference_dir, start_dir, teacher_dir
 
 ROLLOUT_S = 60.0  # one rollout of a synthetic engine
 DEADLINE_S = 300.0  # a few seconds; on a starved host the import of torch alone takes minutes
-CALLED = (
-    *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
-    *("rollout_function_path", "custom_generate_function_path", "custom_agent_function_path", "environment_path", *BATCH),
-    *OF_MEGATRON,
-)
 
 
 class TrialAnswer(msgspec.Struct, frozen=True):
@@ -201,7 +195,7 @@ def check_shards(settings: RunSettings) -> None:
     """Refuse a torch_dist checkpoint to take weights from whose files are not all there: the trainer would say it when all others
     have started. A probe of the preflight."""
     flat, c = settings.flat, settings.ckpt
-    if flat.train_backend != "megatron":
+    if not flat.on_megatron:
         return
     given = {
         "hf_checkpoint": "" if settings.model.builtin_name is not None else str(settings.model.hf_checkpoint),

@@ -9,15 +9,9 @@ from miles_async.settings.flat import Flat
 from miles_async.settings.run import RunSettings
 
 
-def lora_of(s: Flat) -> Lora:
-    """The settings, of a run with adapters."""
-    texts = {"targets": s.target_modules or "", "exclude": s.exclude_modules or "", "path": s.lora_adapter_path or ""}
-    return Lora(rank=s.lora_rank, alpha=s.lora_alpha, **texts)
-
-
 def adapted(s: Flat, directory: Path) -> int:
     """Elements of the adapters of the model in `directory`. Refused where they do not fit it."""
-    lora, shapes = lora_of(s), model_shapes(directory)
+    lora, shapes = Lora.of(s), model_shapes(directory)
     wanted = shapes_of({name: shapes[f"{name}.weight"] for name in chosen(shapes, lora)}, lora.rank)
     if lora.path:
         check_adapter(Path(lora.path), lora, wanted)

@@ -5,16 +5,17 @@ the host has room for what they leave there.
 torch and SGLang have the only word. The rest is pure. GPUs of other hosts (--train-master) are taken to be like this one's.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from actors.runtime.run import Refused
+from actors.runtime.safetensors_header import header_of
 from actors.runtime.smi import of_gpus
 from actors.trainer.batch.memory import (
     GATHERED_BYTES,
@@ -35,7 +36,6 @@ from miles_async.settings.errors import SettingsError, refusal, show
 from miles_async.settings.run import RunSettings
 
 GIB = 1 << 30
-HEADER_BYTES = 100 << 20  # the format's own limit
 WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 SURE = 0.85  # of an estimate of activations: what it exceeds by more than the rest cannot fit
 GRAIN = 256  # tokens, that a cap is told in
@@ -128,11 +128,11 @@ class Trainer:
 
     def bytes(self, layout: RankLayout | None = None) -> int:
         """Of one GPU in a training step without activations."""
-        return self._sharded() if self.s.flat.train_backend != "megatron" else self._cut(layout or self.layout)
+        return self._sharded() if not self.s.flat.on_megatron else self._cut(layout or self.layout)
 
     def resident(self) -> int:
         """Of one GPU, between steps or with everything sharded."""
-        return self._sharded(whole=0) if self.s.flat.train_backend != "megatron" else self._cut(self.layout)
+        return self._sharded(whole=0) if not self.s.flat.on_megatron else self._cut(self.layout)
 
     def _sharded(self, whole: int = GATHERED_BYTES) -> int:
         """Weights, float32 masters, gradients, two moments; with several ranks float32 shards; a second model for each of
@@ -192,7 +192,7 @@ class Trainer:
         """SettingsError when weights and optimizer state, or a full micro-batch beside them, need more than `total` bytes a GPU."""
         s, need = self.s, self.bytes()
         what = f"weights, gradients and optimizer state need {_gib(need)} of {_gib(total)} on each of the trainer's GPUs"
-        if need > total and s.flat.train_backend != "megatron":
+        if need > total and not s.flat.on_megatron:
             more = -(-self.resident() * self.layout.world // total)
             if self.resident() <= total:
                 raise refusal("fsdp_shard", s.perf.fsdp_shard, what, "Set --fsdp-shard all.")
@@ -259,7 +259,7 @@ class Trainer:
 
     def notes_of_host(self, free: int) -> Iterator[str]:
         """A note where what lies on the host and a checkpoint's copy of it need more than its `free` bytes."""
-        if self.s.flat.train_backend != "megatron" or self.s.ckpt.no_save:
+        if not self.s.flat.on_megatron or self.s.ckpt.no_save:
             return
         held, copied = sum(self.on_host().values()), self.in_checkpoint()
         if held + copied > free:
@@ -313,7 +313,7 @@ class Trainer:
 
     def _recomputed(self, layers: int) -> float:
         p, given = self.s.perf, self.megatron
-        if self.s.flat.train_backend != "megatron":
+        if not self.s.flat.on_megatron:
             return recomputed(layers, p.gradient_checkpointing, p.gradient_checkpointing_layers)
         if given.get("recompute_granularity", "full" if p.gradient_checkpointing else None) != "full":
             return 0
@@ -358,20 +358,15 @@ def parameters(directory: Path) -> Sizes:
     layers, experts, ends = 0, 0, []
     try:
         for file in directory.glob("*.safetensors"):
-            with file.open("rb") as data:
-                length = int.from_bytes(data.read(8), "little")
-                header = json.loads(data.read(min(length, HEADER_BYTES)))
-            for name, facts in header.items():
-                n = 1
-                for size in facts["shape"] if name != "__metadata__" else (0,):
-                    n *= size
+            for name, shape in header_of(file).shapes.items():
+                n = prod(shape)
                 if "embed_tokens" in name or name.startswith("lm_head"):
                     ends.append(n)
                 elif ".experts." in name:
                     experts += n
                 else:
                     layers += n
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return Sizes(0)
     return Sizes(layers, experts, sum(ends), max(ends, default=0))
 

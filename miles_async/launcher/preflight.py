@@ -246,7 +246,7 @@ def check_pictures(settings: RunSettings) -> str | None:
         column = image_key(keys)
     except ValueError as error:
         raise SettingsError(str(error), field="multimodal_keys", value=keys) from None
-    if column and settings.flat.train_backend != "megatron" and not family_of(model):  # with it any pictures are refused
+    if column and not settings.flat.on_megatron and not family_of(model):  # with it any pictures are refused
         problem = f"{model} reads no pictures here"
         remedy = f"Choose a model of {' or '.join(FAMILIES)}, or leave the pictures out."
         raise settings.flat.refusal("multimodal_keys", problem, remedy)

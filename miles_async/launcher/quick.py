@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import ast
 import json
-import struct
 from pathlib import Path
 
+from actors.runtime.safetensors_header import BadHeader, header_of
 from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
+from miles_async.settings.functions import CALLED
 from miles_async.settings.load import has_gpu
 from miles_async.settings.run import RunSettings
-
-MOST_HEADER = 100 << 20  # the format's own limit
-HOOKS = ("custom_rm_path", "custom_generate_function_path", "custom_agent_function_path", "environment_path", "data_source_path",
-         "dynamic_sampling_filter_path", "buffer_filter_path")  # fmt: skip
 
 
 def check_files(settings: RunSettings) -> None:
@@ -25,7 +22,7 @@ def check_files(settings: RunSettings) -> None:
     if settings.model.builtin_name is None and Path(settings.model.hf_checkpoint).is_dir():
         refused.attempt(_check_weights, settings.model.hf_checkpoint)
         refused.attempt(_check_template, settings)
-    for field in HOOKS:
+    for field in CALLED:
         if (path := settings.flat.values[field]) and ".py:" in path:
             refused.attempt(_check_function, field, path)
     if settings.rollout.chat_template_path and not Path(settings.rollout.chat_template_path).is_file():
@@ -55,18 +52,11 @@ def _check_weights(directory: str) -> None:
 def damage_of(file: Path) -> str:
     """What is wrong with a safetensors file, by its length and header; empty = nothing."""
     try:
-        with file.open("rb") as opened:
-            size, first = file.stat().st_size, opened.read(8)
-            length = struct.unpack("<Q", first)[0] if len(first) == 8 else MOST_HEADER + 1
-            if length > min(MOST_HEADER, size - 8):
-                return f"is no safetensors file, or is cut: it has {size} bytes"
-            header = json.loads(opened.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        need, size = header_of(file).need, file.stat().st_size
     except OSError as error:
         return f"cannot be read: {(error.strerror or str(error)).lower()}"
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return "is no safetensors file: its header is damaged"
-    need = 8 + length + max(ends, default=0)
+    except BadHeader as error:
+        return str(error)
     return f"is cut: it has {size} bytes of {need}" if size < need else ""
 
 

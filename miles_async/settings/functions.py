@@ -5,6 +5,7 @@ import re
 from miles_async.settings.addresses import unreachable, without_credentials
 from miles_async.settings.errors import refusal
 from miles_async.settings.flat import BATCH, Flat
+from miles_async.settings.megatron_fields import OF_MEGATRON
 
 HOOK = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+|.+\.py:[A-Za-z_]\w*")
 """package.module.function or FILE.py:function."""
@@ -18,6 +19,12 @@ SCORE = (
     "(--rm-type remote_rm --rm-url URL)."
 )
 """What scores; docs/data.md has the rules."""
+CALLED = (
+    *("custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path", "data_source_path"),
+    *("rollout_function_path", "custom_generate_function_path", "custom_agent_function_path", "environment_path", *BATCH),
+    *OF_MEGATRON,
+)
+"""Settings that name a function of the user's."""
 PROGRAMS = ("custom_generate_function_path", "custom_agent_function_path", "environment_path")
 """What of the user's may give its samples their reward itself."""
 

@@ -83,7 +83,7 @@ def _off(name: str, value: object) -> bool:
 
 
 def megatron_reads_it(s: Flat) -> None:
-    if s.train_backend != "megatron":
+    if not s.on_megatron:
         return
     for name, unset, remedy in OF_TORCH:
         if s.values[name] != unset:

@@ -22,6 +22,8 @@ from actors.kinds import RuleBroken
 
 
 class Mine(EngineKind, frozen=True, kw_only=True):
+    def open(self, context, spec, folder, spare=None): ...
+
     def rules(self, s):
         if s.rollout_top_k > 0:
             yield RuleBroken("rollout_top_k", s.rollout_top_k, "mine has no top-k", "Leave it out.")
@@ -80,6 +82,18 @@ def test_what_its_record_says_holds(mine: str) -> None:
 )
 def test_what_is_no_record_is_refused_in_one_line(path: str, words: str) -> None:
     assert words in refusal(engine=path)
+
+
+def test_a_record_without_what_a_worker_calls_is_refused_before_a_start(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(
+        "from actors.generation.engines.kind import EngineKind\n"
+        "from actors.runtime.transports.kind import TransportKind\n"
+        "ENGINE = EngineKind(name='half')\n"
+        "WAY = TransportKind(name='half', sender='half.open')\n"
+    )
+    assert "half.py:ENGINE has no method open" in refusal(engine=f"{tmp_path}/half.py:ENGINE")
+    said = refusal(update_weight_transport=f"{tmp_path}/half.py:WAY")
+    assert "half.py:WAY has a sender and no method load" in said and "\n" not in said
 
 
 def test_a_worker_is_told_of_it_by_its_path(tmp_path: Path) -> None:

@@ -227,8 +227,6 @@ def damaged(directory: Path, **config: Any) -> Path:
         ({"target_modules": "w_proj"}, None, "w_proj matches no matrix"),
         ({"target_modules": "q_proj,lm_head"}, None, "lm_head matches no matrix"),
         ({"exclude_modules": "all-linear"}, None, "leaves none"),
-        ({"true_on_policy_mode": True}, None, "--true-on-policy-mode is not carried"),
-        ({"optimizer": "muon"}, None, "muon is not carried"),
         ({"model": "qwen3_wide"}, {}, "has shape .* this model wants"),
         ({"model": "qwen3"}, {"target_modules": ["q_proj"]}, "it has no base_model"),
         ({"target_modules": "q_proj"}, {}, "has no place in this model"),
@@ -266,7 +264,7 @@ def test_a_directory_of_other_files_is_refused(tmp_path: Path, models: dict[str,
     (cut / ADAPTER).write_bytes((cut / ADAPTER).read_bytes()[:-100])
     refused("cannot be read", cut)
     (cut / ADAPTER).write_bytes(b"garbage" * 9)
-    refused("header", cut)
+    refused("is no safetensors file", cut)
     (cut / ADAPTER_CONFIG).write_text("[]")
     refused("not a config of LoRA", cut)
 

@@ -73,6 +73,9 @@ class EngineKind(KindRecord, frozen=True, kw_only=True):
         `spare`: see `spare` above."""
         raise NotImplementedError(f"engine {self.name} cannot be opened")
 
+    def lacks(self) -> str:
+        return "has no method open, which a worker calls" if type(self).open is EngineKind.open else ""
+
     def workers(self, v: Mapping[str, Any]) -> int:
         """Engines of a run that does not say how many. `v`: settings by name, as far as they are known."""
         return 2

@@ -107,6 +107,10 @@ class TransportKind(KindRecord, frozen=True, kw_only=True):
     variables: Mapping[str, str] = {}
     """Of the trainer's process, where nothing else is said."""
 
+    def lacks(self) -> str:
+        sends_only = self.sender and type(self).load is TransportKind.load
+        return "has a sender and no method load, which a worker calls" if sends_only else ""
+
     @property
     def whole(self) -> bool:
         """Whether versions are whole files; they can then go in waves, one part of the engines after the other."""

@@ -127,28 +127,16 @@ class AdaptedPolicy(Policy):
         return "" if found == here else f"its rank and alpha are {found[0]} and {found[1]:g}, this run's {here[0]} and {here[1]}"
 
 
-def adapted(policy: Policy, path: str, own: Any, *, optimizer: str, seed: int) -> Policy:
+def adapted(policy: Policy, path: str, own: Any, *, seed: int) -> Policy:
     """`policy` of the directory `path`, with adapters beside its frozen weights where the backend's settings `own` ask for them.
-    Refused: beside something else that they ask for."""
+    Refused for a base that adapters cannot be beside; what settings alone tell is refused before (settings/lora.py)."""
     if not own.lora_rank:
         return policy
-    lora = Lora(
-        rank=own.lora_rank,
-        alpha=own.lora_alpha,
-        targets=own.target_modules or "",
-        exclude=own.exclude_modules or "",
-        path=own.lora_adapter_path or "",
-    )
-    others = (
-        ("--true-on-policy-mode", own.true_on_policy_mode),
-        ("an FP8 base", scheme_of(path) is not None),
-        ("--optimizer muon", optimizer == "muon"),
-        ("a class of transformers (--model-implementation)", not policy.compiles),
-    )
-    for name, wanted in others:
-        if wanted:
-            raise Refused(f"lora_rank={lora.rank}: {name} is not carried with LoRA. Leave one of the two out.")
-    return AdaptedPolicy(policy.hf, lora, path=path, seed=seed)
+    kinds = (("an FP8 base", scheme_of(path) is not None), ("a class of transformers without our own code", not policy.compiles))
+    for kind, is_so in kinds:
+        if is_so:
+            raise Refused(f"lora_rank={own.lora_rank}: {path} is {kind}, with which LoRA is not carried. Leave it out.")
+    return AdaptedPolicy(policy.hf, Lora.of(own), path=path, seed=seed)
 
 
 class BasePolicy(nn.Module):

@@ -43,7 +43,7 @@ def merge(base: Path, adapter: Path, target: Path) -> None:
     if not (base / "config.json").is_file():
         raise Refused(f"{base} is not a model directory: it has no config.json. Give the base that the adapter was trained on.")
     rank, alpha = peft.read_config(adapter)
-    shapes, found = peft.model_shapes(base), peft.header_of(adapter / ADAPTER)
+    shapes, found = peft.model_shapes(base), peft.tensors_in(adapter / ADAPTER)
     ends = (".lora_A.weight", ".lora_B.weight")
     mine = {n.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for n in found if n.startswith(PREFIX) and n.endswith(ends)}
     matrices = {n: shapes[f"{n}.weight"] for n in mine if len(shapes.get(f"{n}.weight", ())) == 2}

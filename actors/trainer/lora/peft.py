@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from actors.runtime.run import Refused
+from actors.runtime.safetensors_header import BadHeader, header_of
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ALL_LINEAR = "all-linear"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Last names of the matrices of a decoder layer that can have adapters."""
 PREFIX = "base_model.model."
-HEADER_BYTES = 100 << 20  # the format's own limit
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -50,6 +50,18 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True):
     targets: str
     exclude: str = ""
     path: str = ""
+
+    @classmethod
+    def of(cls, settings: Any) -> Lora:
+        """`settings`: the run's, or the backend's, with the settings of LoRA as attributes."""
+        s = settings
+        return cls(
+            rank=s.lora_rank,
+            alpha=s.lora_alpha,
+            targets=s.target_modules or "",
+            exclude=s.exclude_modules or "",
+            path=s.lora_adapter_path or "",
+        )
 
     @property
     def scale(self) -> float:
@@ -125,22 +137,19 @@ def read_config(directory: Path) -> tuple[int, float]:
     return int(rank), alpha
 
 
-def header_of(file: Path) -> dict[str, tuple[int, ...]]:
+def tensors_in(file: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the tensors in a safetensors file."""
     try:
-        with file.open("rb") as data:
-            length = int.from_bytes(data.read(8), "little")
-            header = json.loads(data.read(min(length, HEADER_BYTES)))
-        return {name: tuple(facts["shape"]) for name, facts in header.items() if name != "__metadata__"}
+        return header_of(file).shapes
     except OSError as error:
         raise Refused(f"{file} cannot be read ({error.strerror}). Give a directory with safetensors.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Refused(f"{file} is damaged: its header is not that of safetensors. Copy it again.") from None
+    except BadHeader as error:
+        raise Refused(f"{file} {error}. Copy it again.") from None
 
 
 def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of all weights of a Hugging Face directory."""
-    return {name: shape for file in sorted(directory.glob("*.safetensors")) for name, shape in header_of(file).items()}
+    return {name: shape for file in sorted(directory.glob("*.safetensors")) for name, shape in tensors_in(file).items()}
 
 
 def check_adapter(directory: Path, lora: Lora, wanted: Shapes) -> None:
@@ -150,7 +159,7 @@ def check_adapter(directory: Path, lora: Lora, wanted: Shapes) -> None:
         if value != there:
             flag = f"--{field.replace('_', '-')} {there:g}"
             raise Refused(f"{field}={value}: the adapter in {directory} has {there:g}. Set {flag}, or give another adapter.")
-    check_shapes(directory, header_of(directory / ADAPTER), wanted)
+    check_shapes(directory, tensors_in(directory / ADAPTER), wanted)
 
 
 def check_shapes(directory: Path, found: Shapes, wanted: Shapes) -> None:

@@ -127,7 +127,7 @@ class Core(Passes):
             trusted=self.own.trust_remote_code,
         )
         if trainable:
-            policy = adapted(policy, path, self.own, optimizer=self.config.optimizer, seed=self.config.seed)
+            policy = adapted(policy, path, self.own, seed=self.config.seed)
             self.compiles = self._compiles(policy)
             self.shards.gathers = self._gathers(policy)
         self._place(policy)
@@ -145,8 +145,6 @@ class Core(Passes):
         """Of a policy with adapters its own base, unless another is named."""
         c = self.config
         own = self.policy.base() if c.ref_load in ("", c.hf_checkpoint) else None
-        if self.own.lora_rank and c.ref_update_interval:
-            raise Refused(f"ref_update_interval={c.ref_update_interval}: LoRA's reference is the frozen base. Leave it out.")
         return own or self._load(c.ref_load or c.hf_checkpoint, trainable=False)
 
     def _compiles(self, policy: Policy) -> bool:

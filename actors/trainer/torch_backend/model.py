@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModel
 
 from actors.runtime.run import Refused
 from actors.trainer.torch_backend import attention, fp8
-from actors.trainer.torch_backend.implementations.kind import Implementation
-from actors.trainer.torch_backend.implementations.records import AUTO, choose, first_line, read_config
+from actors.trainer.torch_backend.implementations.kind import Implementation, first_line
+from actors.trainer.torch_backend.implementations.records import AUTO, choose, read_config
 from actors.trainer.torch_backend.policy import Policy
 from actors.trainer.training.export import TOKENIZER_FILES
 

@@ -53,3 +53,9 @@ class Implementation:
     policy: Callable[[Any], Policy]
     critic: bool = True
     """A critic's backbone may be of this way."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of what a library raised."""
+    text = str(error).strip().split("\n")[0]
+    return text if text.endswith(".") else f"{text}."

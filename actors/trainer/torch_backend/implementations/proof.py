@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from actors.runtime.run import Refused
 from actors.trainer.backend import BatchSample
-from actors.trainer.torch_backend.implementations.kind import HeadRows, SampleFeed
+from actors.trainer.torch_backend.implementations.kind import HeadRows, SampleFeed, first_line
 from actors.trainer.torch_backend.layout import PackedBatch
 from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.ranks import Ranks
@@ -90,7 +90,7 @@ class Proof:
         try:
             measure = self._computed(apart=True)
         except FAILURES as error:
-            raise Refused(f"{self._name} of transformers cannot train a sample here: {_line(error)}") from error
+            raise Refused(f"{self._name} of transformers cannot train a sample here: {_named(error)}") from error
         if not bool(torch.isfinite(measure.logp).all()):
             raise Refused(
                 f"{self._name} of transformers gives log-probs that are not finite for random tokens. Give other weights."
@@ -169,7 +169,7 @@ class Proof:
         try:
             found, failed = self._computed(apart=apart), ""
         except FAILURES as error:
-            found, failed = None, _line(error)
+            found, failed = None, _named(error)
         if self._ranks.first_said(failed):
             return failed or "another rank cannot compute them"
         assert found is not None
@@ -241,6 +241,5 @@ def _sampled(p: nn.Parameter) -> Tensor:
     return flat[:: max(1, flat.numel() // SAMPLED)].to("cpu", torch.float64)
 
 
-def _line(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"[:200]

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from actors.runtime.run import Refused
 from actors.trainer.torch_backend.implementations.generic import TRANSFORMERS
-from actors.trainer.torch_backend.implementations.kind import Implementation
+from actors.trainer.torch_backend.implementations.kind import Implementation, first_line
 from actors.trainer.torch_backend.implementations.own import OWN, OWN_SIGHTED
 
 _RECORDS = (OWN, OWN_SIGHTED, TRANSFORMERS)
@@ -62,9 +62,3 @@ def _raw(path: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}  # transformers says what is wrong with it
     return found if isinstance(found, dict) else {}
-
-
-def first_line(error: Exception) -> str:
-    """Of what a library raised."""
-    text = str(error).strip().split("\n")[0]
-    return text if text.endswith(".") else f"{text}."
