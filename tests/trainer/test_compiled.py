@@ -88,6 +88,23 @@ def test_compiled_layers_give_the_plain_gradient_by_few_graphs_for_all_layers_an
     assert not counters["graph_break"]
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("flash_on_cpu", "traced")
+def test_adapters_are_compiled_with_their_layers_and_the_base_without_them(
+    make_backend: Callable[..., TorchBackend], make_batch: Callable[..., StepBatch]
+) -> None:
+    """The reference is the same compiled layers with adapters off."""
+    lora: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lr": 0.02, "weight_decay": 0.0}
+    kl = {"objective": {"use_kl_loss": True, "kl_loss_coef": 0.1}}
+    plain, compiled = (make_backend(compile=mode, **lora, **kl) for mode in ("off", "on"))
+    for seed in range(2):
+        batch = make_batch(seed, step=seed)
+        found, want = (backend.train_step(batch).metrics for backend in (compiled, plain))
+        assert found["train/kl_loss"] == pytest.approx(want["train/kl_loss"], rel=1e-4, abs=1e-6)
+        assert (found["train/kl_loss"] > 0) == (seed == 1)
+        assert found["train/loss"] == pytest.approx(want["train/loss"], rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize(("least", "compiles"), [(1, True), (1 << 40, False)])
 def test_a_small_model_is_not_compiled_by_itself(
     make_backend: Callable[..., TorchBackend], monkeypatch: pytest.MonkeyPatch, least: int, compiles: bool

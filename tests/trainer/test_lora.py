@@ -107,6 +107,13 @@ def test_merged_weights_have_the_trainers_log_probs(models: dict[str, Path], mak
     torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=1e-5)
 
 
+def test_the_base_gets_no_gradient(make_backend: Backend, make_batch: Batch) -> None:
+    """It is not trained in any case: what it would cost is the time and memory of a full run."""
+    backend = trained(make_backend, make_batch, steps=1)
+    base = {n: p for n, p in backend.core.policy.hf.named_parameters() if ".lora_" not in n}
+    assert base and not any(p.requires_grad or p.grad is not None for p in base.values())
+
+
 def test_masters_are_float32_where_the_base_is_bfloat16(make_backend: Backend, make_batch: Batch) -> None:
     backend = trained(make_backend, make_batch, model_dtype="bfloat16")
     core = backend.core
