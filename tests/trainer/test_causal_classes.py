@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,13 +120,13 @@ def test_log_probs_are_those_of_the_class_alone(family: str, tmp_path: Path, mak
 
 
 def test_a_head_with_a_cap_is_not_taken_for_a_product(tmp_path: Path) -> None:
-    """With small logits a cap changes nothing that a comparison would see."""
-    for family, head in (("gemma2", HeadRows.ROWS), ("mistral", HeadRows.LINEAR)):
+    """With small numbers before and behind it a cap changes nothing that a comparison would see."""
+    for family, head, least in (("gemma2", HeadRows.ROWS, -0.99), ("mistral", HeadRows.LINEAR, 0.01)):  # Gemma's norms add 1
         make_causal(family, tmp_path / family)
         policy: Any = load_policy(str(tmp_path / family), trainable=True)
         with torch.no_grad():
-            for p in policy.parameters():
-                p.mul_(0.1)
+            policy.output.weight.mul_(1e-3)
+            policy.hf.model.norm.weight.fill_(least)
         policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)
         assert policy.head is head
 
@@ -164,10 +165,27 @@ class Spilling(LlamaForCausalLM):
         return out
 
 
-def test_rows_that_see_each_other_are_refused_with_the_difference() -> None:
+class Leaking(Spilling):
+    """Its log-probs are right; gradients of all rows reach the first row's first token."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None) -> Any:
+        out = LlamaForCausalLM.forward(self, input_ids, attention_mask, position_ids)
+        first = out.logits[:1, :1]
+        out.logits = out.logits + (first - first.detach())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Spilling, r"padded rows: differ from single samples, log-probs by \d\.\de.* allowed 2e-04"),
+        (Leaking, r"padded rows: differ from single samples, log-probs by (0\.0e\+00|\d\.\de-0[5-9]), gradients by \d"),
+    ],
+)
+def test_rows_that_see_each_other_are_refused_with_the_difference(kind: type[Spilling], said: str) -> None:
     torch.manual_seed(0)
-    policy = GenericPolicy(Spilling(LlamaConfig(**SHAPE)).float().eval())
-    with pytest.raises(Refused, match=r"padded rows: differ from single samples, log-probs by \d\.\de.* allowed 2e-04"):
+    policy = GenericPolicy(kind(LlamaConfig(**SHAPE)).float().eval())
+    with pytest.raises(Refused, match=said):
         policy.prove(TorchShards(Ranks(), CPU), Ranks(), CPU)
 
 
@@ -188,6 +206,30 @@ def test_code_in_a_directory_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="run only with --trust-remote-code"):
         backend_on(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class Config(LlamaConfig):
+    model_type = "mine"
+class Model(LlamaForCausalLM):
+    config_class = Config
+"""
+
+
+def test_code_in_a_directory_that_is_trusted_trains(
+    models: dict[str, Path], tmp_path: Path, make_batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(models["llama"], model := tmp_path / "m")
+    (model / "own.py").write_text(OWN_CODE)
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | own))
+    mine, theirs = backend_on(model, trust_remote_code=True), backend_on(models["llama"])
+    assert type(generic(mine).hf).__name__ == "Model"
+    batch = make_batch(0)
+    found, want = (backend.train_step(batch).metrics["train/grad_norm"] for backend in (mine, theirs))
+    assert found == pytest.approx(want, rel=1e-5) and served(mine).keys() == files_of(model).keys()
 
 
 def test_an_unknown_family_names_the_nearest(tmp_path: Path) -> None:
