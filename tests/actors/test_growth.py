@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -56,12 +57,13 @@ async def test_a_room_keeps_nothing_of_the_groups_that_passed_it(redis_url: str,
     async with open_bus(redis_url, run_name) as bus, running(bus, "filter", run, FilterSpec()):
         rounds = iter(range(1, 10_000, GROUPS_AT_ONCE))
         found = []
-        for _ in range(3):
+        for _ in range(4):
             for _ in range(4):
                 await pass_groups(bus, next(rounds))
             wire._WORDS.clear()  # a cache of 512 words at most, more or less full
             found.append(blocks())
-        assert found[2] - found[1] < 200, f"{found}: one object kept of each sample would be 800"
+        grown = min(after - before for before, after in pairwise(found[1:]))  # noise adds to one, what is kept to each
+        assert grown < 200, f"{found}: one object kept of each sample would be 800"
 
 
 METRICS = {f"train/some_metric_of_a_step/{n:02d}": n / 7 for n in range(90)}
