@@ -29,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--wider", type=int, default=16)
     parser.add_argument("--deeper", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=[])
@@ -66,8 +67,8 @@ def tried(family: str, a: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"ways": []}
     against = proof.Proof._against
 
-    def noted(self: Any, measure: Any, *, apart: bool = False) -> str:
-        problem = against(self, measure, apart=apart)
+    def noted(self: Any, measure: Any, **how: Any) -> str:
+        problem = against(self, measure, **how)
         last = getattr(self, "_last", None)
         row["ways"].append(
             [self.policy.feed.value, self.policy.head.value, *((last.logp, last.grads) if last else ()), problem[:200]]
@@ -86,7 +87,12 @@ def tried(family: str, a: argparse.Namespace) -> dict[str, Any]:
         vocab = model.config.vocab_size
         del model
         start = clocked(a.device)
-        case = {"device": a.device, "model": str(directory), "tokens": 2048, "settings": {"model_implementation": "transformers"}}
+        case = {
+            "device": a.device,
+            "model": str(directory),
+            "tokens": 2048,
+            "settings": {"model_implementation": "transformers", "model_dtype": a.dtype},
+        }
         backend = backend_for(case)
         row |= {"setup_s": round(clocked(a.device) - start, 2)}
         row |= {"feed": backend.core.policy.feed.value, "head": backend.core.policy.head.value, "steps": []}

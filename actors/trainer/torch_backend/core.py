@@ -88,6 +88,7 @@ class Core(Passes):
         self.weights = Weights(self.policy.named_weights(), masters=masters)
         if masters:
             narrow(self.policy, self.dtype)
+            self.policy.prove_narrow(self.weights.params)
         self.optimizer = Optimizer(self.weights, config)
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
         self.cost = cost_of(self.policy.hf.config.get_text_config())
@@ -134,6 +135,7 @@ class Core(Passes):
         policy.prove(self.shards, self.ranks, self.device)
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
+            policy.prove_narrow({})
         if self.own.attn_implementation not in ("auto", attention.SDPA) and not policy.compiles:
             how = f"attn_implementation={self.own.attn_implementation}"
             raise Refused(f"{how} is for families with code of our own; {path} runs as a class of transformers. Use auto.")

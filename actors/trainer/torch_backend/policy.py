@@ -6,7 +6,7 @@ the `GenericPolicy` of `implementations`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,10 @@ class Policy(nn.Module):
 
     def prove(self, shards: TorchShards, ranks: Ranks, device: torch.device) -> None:
         """Before the first step, where it computes: nothing, since tests hold these families to transformers' log-probs."""
+
+    def prove_narrow(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """The same once parameters have a narrower type than they were proved in. `masters` get their gradients, by the names of
+        `named_weights`."""
 
 
 class SightedPolicy(Policy):

@@ -7,7 +7,8 @@ differ, and `proof` has compared what is used with the class computing one sampl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from actors.runtime.checkpoint_names import CheckpointNames
 from actors.runtime.run import Refused
+from actors.trainer.torch_backend.attention import PACKED
 from actors.trainer.torch_backend.head import token_head
 from actors.trainer.torch_backend.implementations.kind import HeadRows, Implementation, SampleFeed
 from actors.trainer.torch_backend.implementations.own import RECOMPUTED
@@ -47,8 +49,11 @@ class GenericPolicy(Policy):
 
     def __init__(self, hf: Any) -> None:
         super().__init__(hf)
+        self._attention = str(hf.config._attn_implementation)
         self.feed, self.head = SampleFeed.SINGLE, HeadRows.ALL
         self.apart = True  # rows of unlike lengths
+        self.autocast: torch.dtype | None = None
+        self._proof: Proof | None = None
         config = hf.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
         self.each = str(rope.get("rope_type", "")) if rope.get("rope_type") in BY_LONGEST else ""  # one call a sample
@@ -70,7 +75,24 @@ class GenericPolicy(Policy):
         if self.each and not ranks.alone:
             raise Refused(f"positions of rope_type {self.each} follow from the longest sample of a call: train it on one rank.")
         self.apart = ranks.alone
-        Proof(self, shards, ranks, device).settle()
+        self._proof = Proof(self, shards, ranks, device)
+        self._proof.settle()
+
+    def prove_narrow(self, masters: Mapping[str, nn.Parameter]) -> None:
+        proof, self._proof = self._proof, None
+        if proof is not None:
+            proof.settle_narrow(masters)
+
+    @property
+    def feed(self) -> SampleFeed:
+        return self._feed
+
+    @feed.setter
+    def feed(self, feed: SampleFeed) -> None:
+        self._feed = feed
+        wanted = PACKED if feed is SampleFeed.PACKED else self._attention
+        if self.hf.config._attn_implementation != wanted:
+            self.hf.set_attn_implementation(wanted)
 
     def forward(self, batch: MicroBatch, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         made, order = [], []
@@ -80,7 +102,7 @@ class GenericPolicy(Policy):
         out = made[0] if len(made) == 1 else torch.cat(made).index_select(0, torch.cat(order).argsort())
         if self.head is HeadRows.LINEAR:
             weight: Any = self._output[0].weight
-            return token_head(out, weight, batch.targets, batch.temperature, entropy_gradient=entropy_gradient)
+            return token_head(out.to(weight.dtype), weight, batch.targets, batch.temperature, entropy_gradient=entropy_gradient)
         warm = batch.temperature[:, None] if isinstance(batch.temperature, Tensor) else batch.temperature
         log_p = torch.log_softmax(out.float() / warm, -1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -88,11 +110,14 @@ class GenericPolicy(Policy):
         # A sum, not a view: FSDP hooks what a module returns.
         return log_p.gather(1, batch.targets[:, None]).sum(1), entropy
 
-    def _fed(self, batch: MicroBatch) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
+    def _fed(self, batch: MicroBatch) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
         """(what the class gets, flat places of predicting rows in it [r], their places among the batch's [r]), for each call."""
         every = torch.arange(batch.rows.numel(), device=batch.rows.device)
-        if self.feed is SampleFeed.PACKED:
-            yield {"input_ids": batch.input_ids, "position_ids": batch.position_ids}, batch.rows, every
+        if self.feed in (SampleFeed.PACKED, SampleFeed.MASKED):
+            inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+            if self.feed is SampleFeed.PACKED:
+                inputs["layout"] = batch.layout
+            yield inputs, batch.rows, every
             return
         starts = batch.layout.cu_seqlens.long()
         of = torch.bucketize(batch.rows, starts[1:-1], right=True)  # sample of each predicting row
@@ -123,11 +148,11 @@ class GenericPolicy(Policy):
             yield left[:n]
             left = left[n:]
 
-    def _computed(self, inputs: dict[str, Tensor], rows: Tensor) -> Tensor:
+    def _computed(self, inputs: dict[str, Any], rows: Tensor) -> Tensor:
         """Logits [r, V] of these rows, or what the linear head makes them from [r, D]."""
-        taken = {name: value for name, value in inputs.items() if name in self._takes}
+        taken = {name: value for name, value in inputs.items() if name in self._takes or name == "layout"}
         if "use_cache" in self._takes:
-            taken["use_cache"] = False  # type: ignore[assignment]
+            taken["use_cache"] = False
         if self.head is HeadRows.ALL:
             return self.logits(taken).flatten(0, -2).index_select(0, rows)
         self._rows = rows
@@ -141,7 +166,8 @@ class GenericPolicy(Policy):
 
     def logits(self, taken: dict[str, Any]) -> Tensor:
         """What the class makes of these arguments, [rows, tokens, V]."""
-        out: Tensor = self.hf(**taken).logits
+        with torch.autocast(taken["input_ids"].device.type, self.autocast) if self.autocast else nullcontext():
+            out: Tensor = self.hf(**taken).logits
         return out
 
     def _select(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,7 +14,9 @@ class SampleFeed(Enum):
     """How samples reach the class."""
 
     PACKED = "packed"
-    """One row for all; positions begin again at each sample, which keeps attention inside it."""
+    """One row for all, attention inside each sample by the kernel of our own families."""
+    MASKED = "packed, by a mask"
+    """One row for all; positions begin again at each sample, from which the class makes a mask of [tokens, tokens]."""
     ROWS = "padded rows"
     """One row a sample, padded on the right, with mask and positions."""
     SINGLE = "single samples"

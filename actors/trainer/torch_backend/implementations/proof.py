@@ -8,6 +8,7 @@ changes an earlier log-prob, is refused with the largest difference. Every rank 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,12 @@ LENGTHS = (9, 70, 33, 6)
 """Tokens of the samples: more than windows of convolutions (4) and one more than chunks of linear attention (64) hold."""
 PROMPT = 3
 TOLERANCES = {torch.float32: (2e-4, 1e-3), torch.bfloat16: (0.2, 0.1)}
-"""Of the computing type: the largest difference of a log-prob, and of the gradient by its norm."""
+"""Of the computing type: the largest difference of a log-prob, and of the gradient by its norm, where rounding is not larger."""
+LARGEST = {torch.float32: (0.2, 0.1), torch.bfloat16: (1.0, 0.3)}
+"""No rounding makes larger differences allowed."""
+OF_ROUNDING = 10
+"""So many times what rounding does to the measure itself is allowed: kernels for other shapes round otherwise, in every layer, and
+a router that lies between two experts takes the other one."""
 SAMPLED = 4096
 """Entries that are compared of each parameter's gradient, evenly over it."""
 FAILURES = (
@@ -80,8 +86,8 @@ class Proof:
         self._tokens = [rng.integers(0, vocab, min(n, int(longest))).astype(np.int32) for n in LENGTHS]
         self._trains = any(p.requires_grad for p in policy.parameters())
         self._name = type(policy.hf).__name__
-        computes = next((p.dtype for p in policy.parameters() if p.is_floating_point()), torch.float32)
-        self._tolerance = TOLERANCES.get(shards.narrow or computes, TOLERANCES[torch.bfloat16])
+        self._tolerance = (0.0, 0.0)
+        self._masters: Mapping[str, nn.Parameter] = {}
 
     def settle(self) -> None:
         """Set the policy's `head` and `feed`. Raises Refused."""
@@ -97,15 +103,45 @@ class Proof:
             )
         if measure.grads is not None and not self._ranks.total(torch.stack([g.abs().sum() for g in measure.grads.values()])).any():
             raise Refused(f"{self._name} of transformers gives no gradient here. Choose another model.")
+        self._allow(measure)
         self._check_causal(measure)
         policy.head = self._head(measure)
-        why = []
-        for feed in (SampleFeed.PACKED, SampleFeed.ROWS):
-            policy.feed = feed
-            if feed is SampleFeed.PACKED and policy.unpackable:
-                why.append(f"{feed.value}: not proved for {policy.unpackable}")
+        self._settle_feed(measure, tuple(feed for feed in SampleFeed if feed is not SampleFeed.SINGLE))
+
+    def settle_narrow(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Once more with parameters in a narrower type, whose kernels are others: the way that was settled, or one that comes after
+        it. A class that keeps numbers of a wider type between its layers computes under autocast. Raises Refused."""
+        policy, settled, self._masters = self.policy, self.policy.feed, masters
+        policy.feed = SampleFeed.SINGLE
+        try:
+            measure = self._computed(apart=True)
+        except FAILURES as first:
+            policy.autocast = self._computes
+            try:
+                measure = self._computed(apart=True)
+            except FAILURES as error:
+                raise Refused(
+                    f"{self._name} of transformers cannot train a sample in {_plain(self._computes)}: {_named(error)} "
+                    "Use --model-dtype float32."
+                ) from error
+            log.info("%s of transformers computes under autocast: %s", self._name, _named(first))
+        if not bool(torch.isfinite(measure.logp).all()):
+            raise Refused(
+                f"{self._name} of transformers gives log-probs in {_plain(self._computes)} that are not finite. "
+                "Use --model-dtype float32."
+            )
+        self._allow(measure)
+        ways = list(SampleFeed)
+        self._settle_feed(measure, tuple(ways[ways.index(settled) : -1]))
+
+    def _settle_feed(self, measure: ProofNumbers, ways: tuple[SampleFeed, ...]) -> None:
+        """The first of these ways that gives the measure. Raises Refused."""
+        policy, why = self.policy, []
+        for feed in ways:
+            if feed is not SampleFeed.ROWS and policy.unpackable:
+                why.append(f"packed: not proved for {policy.unpackable}")
                 continue
-            if not (problem := self._against(measure)):
+            if not (problem := self._against(measure, feed=feed)):
                 break
             why.append(f"{feed.value}: {problem}")
         else:
@@ -113,8 +149,38 @@ class Proof:
                 f"{self._name} of transformers is not trained: several samples together give other numbers than one at a time "
                 f"({'; '.join(why)}; allowed {self._allowed})."
             )
-        reason = f" ({why[0]})" if why else ""
-        log.info("%s of transformers: %s equal single samples, %s%s", self._name, policy.feed.value, self._last, reason)
+        reason = f" ({'; '.join(why)})" if why else ""
+        log.info(
+            "%s of transformers in %s: %s equal single samples, %s%s",
+            self._name, _plain(self._computes), policy.feed.value, self._last, reason,
+        )  # fmt: skip
+
+    @property
+    def _computes(self) -> torch.dtype:
+        found = next((p.dtype for p in self.policy.parameters() if p.is_floating_point()), torch.float32)
+        return self._shards.narrow or found
+
+    def _allow(self, measure: ProofNumbers) -> None:
+        """Set what may differ: by what rounding inside the layers does to the measure."""
+        kind = self._computes if self._computes in TOLERANCES else torch.bfloat16
+        self._tolerance = LARGEST[kind]
+        logp = grads = 0.0
+        for seed in range(2):
+            hooks = [
+                block.register_forward_pre_hook(_Rounds(self._computes, seed), with_kwargs=True) for block in self.policy.blocks
+            ]
+            try:
+                found = self._computed(apart=True)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            far = self._apart(found, measure)
+            logp, grads = max(logp, far.logp), max(grads, far.grads)
+        (least, least_grads), (most, most_grads) = TOLERANCES[kind], LARGEST[kind]
+        self._tolerance = (
+            min(max(least, OF_ROUNDING * logp), most),
+            min(max(least_grads, OF_ROUNDING * grads), most_grads),
+        )
 
     def _head(self, measure: ProofNumbers) -> HeadRows:
         """The cheapest that gives the same, with one sample at a time."""
@@ -164,18 +230,22 @@ class Proof:
                 f"{self._tolerance[0]:.0e}). Set is_decoder in config.json if it can be one, or choose a causal model."
             )
 
-    def _against(self, measure: ProofNumbers, *, apart: bool = False) -> str:
-        """Why the policy as it is set does not give the measure; empty = it does."""
+    def _against(self, measure: ProofNumbers, *, apart: bool = False, feed: SampleFeed | None = None) -> str:
+        """Why the policy as it is set, or fed so from now on, does not give the measure; empty = it does."""
         try:
+            self.policy.feed = feed or self.policy.feed
             found, failed = self._computed(apart=apart), ""
         except FAILURES as error:
             found, failed = None, _named(error)
         if self._ranks.first_said(failed):
             return failed or "another rank cannot compute them"
         assert found is not None
-        logp = self._ranks_max(float((found.logp - measure.logp).abs().nan_to_num(torch.inf).max()))
-        self._last = ProofDiffers(logp, self._grads_apart(found, measure))
+        self._last = self._apart(found, measure)
         return "" if self._last.within(self._tolerance) else f"differ from single samples, {self._last}"
+
+    def _apart(self, found: ProofNumbers, measure: ProofNumbers) -> ProofDiffers:
+        logp = self._ranks_max(float((found.logp - measure.logp).abs().nan_to_num(torch.inf).max()))
+        return ProofDiffers(logp, self._grads_apart(found, measure))
 
     def _grads_apart(self, found: ProofNumbers, measure: ProofNumbers) -> float:
         if found.grads is None or measure.grads is None:
@@ -201,9 +271,10 @@ class Proof:
                         weigh = torch.cat([weights[i] for i in part]).to(self._device)
                         (logp.float() * weigh).sum().backward()
                     found.append(logp.detach().float().cpu())
-            grads = {n: _sampled(p) for n, p in policy.named_weights().items()} if self._trains else None
+            trained = self._masters or policy.named_weights()
+            grads = {n: _sampled(p) for n, p in trained.items()} if self._trains else None
         finally:
-            for p in policy.parameters():
+            for p in (*policy.parameters(), *self._masters.values()):
                 p.grad = None
         return ProofNumbers(torch.cat(found), grads)
 
@@ -219,6 +290,26 @@ class Proof:
     @property
     def _allowed(self) -> str:
         return f"{self._tolerance[0]:.0e} and {self._tolerance[1]:.0e}"
+
+
+class _Rounds:
+    """A pre-hook of a layer: what enters it is rounded otherwise, each number by at most two steps of `dtype`."""
+
+    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+        self._step, self._seed = torch.finfo(dtype).eps, seed
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        x = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return args, kwargs
+        random = torch.Generator(x.device).manual_seed(self._seed)
+        wide = torch.rand(x.shape, generator=random, device=x.device) * 4 - 2
+        x = x + (x.detach().float() * wide * self._step).to(x.dtype)
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Caught:
