@@ -17,11 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from actors.runtime.lora import PREFIX, merged
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.lora import peft
-from actors.trainer.lora.merge import merged, written
-from actors.trainer.lora.peft import ADAPTER, ADAPTER_CONFIG, PREFIX, Lora
+from actors.trainer.lora.merge import written
+from actors.trainer.lora.peft import ADAPTER, ADAPTER_CONFIG, Lora
 from actors.trainer.torch_backend.fp8 import scheme_of
 from actors.trainer.torch_backend.layout import MicroBatch
 from actors.trainer.torch_backend.policy import Policy
@@ -57,12 +58,13 @@ def _adapt(linear: nn.Linear, scale: float, rank: int, seed: int) -> LoraLinear:
 
 class AdaptedPolicy(Policy):
     """`hf` as `load_policy` gives it, in float32 on the CPU, is changed in place. `path`: its directory. Refused where the targets
-    match nothing, or the adapter to start from is another base's."""
+    match nothing, or the adapter to start from is another base's. `alone`: engines have the base, and get adapters."""
 
     file = ADAPTER
 
-    def __init__(self, hf: Any, lora: Lora, *, path: str, seed: int) -> None:
+    def __init__(self, hf: Any, lora: Lora, *, path: str, seed: int, alone: bool = False) -> None:
         super().__init__(hf)
+        self.serves_adapters = alone
         self._lora, self._path = lora, path
         for p in hf.parameters():
             p.requires_grad_(False)
@@ -90,7 +92,10 @@ class AdaptedPolicy(Policy):
         return {f"{PREFIX}{name}.{part}.weight": p for name, part, p in pairs}
 
     def served(self, shards: TorchShards, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | None]]:
-        """W + scale * B A, rounded once."""
+        """Adapters as this process computes with them, or W + scale * B A, rounded once."""
+        if self.serves_adapters:
+            yield from super().served(shards, dtype)
+            return
         for name, p in self.hf.named_parameters():
             module = self._adapted.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
             if module is not None:
@@ -136,7 +141,7 @@ def adapted(policy: Policy, path: str, own: Any, *, seed: int) -> Policy:
     for kind, is_so in kinds:
         if is_so:
             raise Refused(f"lora_rank={own.lora_rank}: {path} is {kind}, with which LoRA is not carried. Leave it out.")
-    return AdaptedPolicy(policy.hf, Lora.of(own), path=path, seed=seed)
+    return AdaptedPolicy(policy.hf, Lora.of(own), path=path, seed=seed, alone=own.lora_publish == "adapters")
 
 
 class BasePolicy(nn.Module):
