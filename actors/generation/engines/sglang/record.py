@@ -56,9 +56,9 @@ def _adapters(s: Any) -> Iterator[RuleBroken]:
     if s.colocate or s.lend_trainer_gpus:
         why = "servers that give their memory back lose the base, which is not sent again (lora_publish = adapters)"
         yield RuleBroken("colocate" if s.colocate else "lend_trainer_gpus", True, why, remedy)
-    if s.update_weight_transport == "nccl":
+    if s.transport_kind.asks == "group":
         why = "SGLang takes adapters from files or by ipc (lora_publish = adapters)"
-        yield RuleBroken("update_weight_transport", "nccl", why, f"Set it to ipc or disk. Or: {remedy}")
+        yield RuleBroken("update_weight_transport", s.update_weight_transport, why, f"Set it to ipc or disk. Or: {remedy}")
     if s.rollout_num_gpus_per_engine > 1 and s.sglang_nnodes > 1:
         yield RuleBroken("sglang_nnodes", s.sglang_nnodes, "adapters go to engines of one host (lora_publish = adapters)", remedy)
 
