@@ -77,6 +77,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Form of the experts to answer with; None = none."""
     routed_from: int = 0
     """First input token whose experts are wanted."""
+    adapter: str = ""
+    """Name of the adapter that is to answer; empty = the engine's weights as they are."""
     images: tuple[str, ...] = ()
     """Data URLs of the pictures, in the order of their placeholders in `input_ids`, one for each of their tokens."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from actors.runtime.child import ArgValue
+from actors.runtime.lora import AdapterShape
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +92,8 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """HOST[:PORT] at which they are; empty = our address on the bus, any port."""
     weights_token: str = ""
     """What hosts ask of each other for weights."""
+    adapters: AdapterShape | None = None
+    """Versions are adapters of this shape, beside the base that the engine has; None = whole weights."""
     routed: bool = False
     """Samples bring the experts that the engine chose for their tokens."""
     gives_back: tuple[str, ...] = ()

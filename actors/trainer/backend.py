@@ -39,6 +39,7 @@ class TorchConfig(msgspec.Struct, frozen=True, kw_only=True, tag="torch"):
     target_modules: str | None
     exclude_modules: str | None
     lora_adapter_path: str | None
+    lora_publish: str  # adapters alone, or merged into whole weights
 
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,11 +12,14 @@ from actors.generation.engines.records import ATTACHED
 from actors.generation.spec import AgentSpec, GenerationSpec
 from actors.router.actor import RouterSpec
 from actors.runtime.child import ArgValue
+from actors.runtime.lora import AdapterShape
 from actors.runtime.transports.records import DISK
+from actors.trainer.lora.peft import last_names
 from actors.trainer.spec import CourierSpec, TurnSpec
 from miles_async.launcher.place import Place
 from miles_async.settings.colocate import engine_args, gives_back
 from miles_async.settings.custom_config import custom_config
+from miles_async.settings.flat import Flat
 from miles_async.settings.groups.rollout import RolloutSettings
 from miles_async.settings.run import RunSettings
 from miles_async.settings.slots import AUTO_MAX_RUNNING
@@ -75,8 +78,16 @@ def generation_spec(
         takes_samples=not settings.flat.own_rollout_function,  # generation-0 does
         agent=_agent(settings.rollout),
         environments_s=settings.rollout.environment_timeout_s if settings.rollout.environment_path else 0.0,
+        adapters=adapters_of(settings.flat),
         routed=settings.grpo.use_rollout_routing_replay,
     )
+
+
+def adapters_of(s: Flat) -> AdapterShape | None:
+    """What engines are told of a run whose versions are adapters."""
+    if not s.lora_rank or s.lora_publish != "adapters":
+        return None
+    return AdapterShape(s.lora_rank, s.lora_alpha, last_names(s.target_modules or ""))
 
 
 def _agent(r: RolloutSettings) -> AgentSpec | None:

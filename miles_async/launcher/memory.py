@@ -85,7 +85,8 @@ def fits(s: RunSettings, total: int, trainer: "Trainer") -> None:
     fraction = memory_fraction(s.flat)
     engine = s.flat.engine_kind.memory(fraction, total)
     awake = trainer.bytes()
-    copy = 2 * params if s.flat.transport_kind.copies_beside(lent) else 0
+    sent = trainer.sizes.adapters if s.flat.lora_publish == "adapters" else params
+    copy = 2 * sent if s.flat.transport_kind.copies_beside(lent) else 0
     aside = engine if not g.offload_rollout else 0 if "weight" in g.offload_rollout_level else 2 * params // ranks
     aside = 0 if lent else aside
     asleep = 0 if g.offload_train else trainer.resident()

@@ -76,6 +76,7 @@ def _router(v: Values) -> bool:
     # Paused in place, engines need to be without one, and workers share the load anyway.
     wanted = several and (v["pause_generation_mode"] != "in_place" or bool(v["router_args"]))
     wanted = wanted and v["tail_slots"] is None  # which are of one worker
+    wanted = wanted and v["lora_publish"] != "adapters"  # which each engine has on its own
     return wanted or v["sglang_router_ip"] is not None
 
 

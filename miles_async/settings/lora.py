@@ -21,4 +21,17 @@ def lora_has_what_it_needs(s: Flat) -> None:
             raise s.refusal(field, f"{why} (lora_rank = {s.lora_rank})", f"{remedy} Or leave out --lora-rank.")
 
 
-RULES = (lora_has_what_it_needs,)
+def adapters_have_engines(s: Flat) -> None:
+    if s.lora_publish != "adapters":
+        return
+    remedy = "Set --lora-publish merged."
+    if not s.lora_rank:
+        raise s.refusal("lora_publish", "lora_rank is 0: there are no adapters", "Leave it out.")
+    kind = s.engine_kind
+    if kind.generates and not kind.takes_adapters:
+        raise s.refusal("lora_publish", f"engines of kind {kind.name} are not given adapters alone", remedy)
+    if s.use_router:
+        raise s.refusal("lora_publish", "a router sends requests to engines that may not have their adapter yet", remedy)
+
+
+RULES = (lora_has_what_it_needs, adapters_have_engines)

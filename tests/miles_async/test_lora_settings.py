@@ -41,6 +41,8 @@ def settings(model: Path | str, **fields: object) -> RunSettings:
     [
         ({"target_modules": None}, "target_modules names no matrix"),
         ({"target_modules": " , "}, "target_modules names no matrix"),
+        ({"lora_rank": 0, "target_modules": None, "lora_publish": "adapters"}, "there are no adapters"),
+        ({"lora_publish": "adapters", "use_router": True}, "may not have their adapter yet"),
         ({"lora_rank": 0}, "lora_rank is 0"),
         ({"lora_rank": -1}, "lora_rank"),
         ({"lora_dropout": 0.1}, "lora_dropout"),

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
+from actors.runtime.lora import PREFIX
 from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.lora.merge import merge
-from actors.trainer.lora.peft import ADAPTER, ADAPTER_CONFIG, PREFIX
+from actors.trainer.lora.peft import ADAPTER, ADAPTER_CONFIG
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.layout import PackedBatch
 from actors.trainer.training.state import OPTIMIZER
@@ -168,7 +169,8 @@ def test_two_ranks_learn_what_one_does(
     fsdp_shard: str, dtype: str, pair: TorchBackend, make_config: Config, make_backend: Backend, make_batch: Batch
 ) -> None:
     kl = {"objective": {"use_kl_loss": True, "kl_loss_coef": 0.1}, "max_tokens_per_gpu": 48}
-    settings = RANK | kl | {"lr": 0.02, "gradient_checkpointing": True, "model_dtype": dtype}
+    sent = "adapters" if fsdp_shard == "all" else "merged"
+    settings = RANK | kl | {"lr": 0.02, "gradient_checkpointing": True, "model_dtype": dtype, "lora_publish": sent}
     one = alone(make_backend, **settings)
     pair.setup(make_config(**settings, fsdp_shard=fsdp_shard))
     near = 1e-4 if dtype == "float32" else 0.1

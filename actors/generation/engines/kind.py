@@ -53,6 +53,8 @@ class EngineKind(KindRecord, frozen=True, kw_only=True):
     """One engine may have GPUs of several hosts."""
     behind_router: bool = False
     """Several of a host share a router's load unless the settings say otherwise."""
+    takes_adapters: bool = False
+    """Versions may be adapters alone, beside a base that it loads itself (lora_publish)."""
     repeats: bool = False
     """It can compute as the trainer does, to the last bit (true_on_policy_mode)."""
     module: str = ""

@@ -6,7 +6,7 @@ inside `bare` the model computes as its base does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from actors.runtime.checkpoint_names import tensor_names
+from actors.runtime.lora import PREFIX, merged
 from actors.runtime.run import Refused
 from actors.runtime.seeds import seed_for
 from actors.trainer.lora import peft
-from actors.trainer.lora.merge import merged, written
-from actors.trainer.lora.peft import ADAPTER, ADAPTER_CONFIG, PREFIX, Lora
+from actors.trainer.lora.merge import written
+from actors.trainer.lora.peft import ADAPTER, ADAPTER_CONFIG, Lora
 from actors.trainer.torch_backend.fp8 import scheme_of
+from actors.trainer.torch_backend.implementations.generic import GenericPolicy
 from actors.trainer.torch_backend.layout import MicroBatch
 from actors.trainer.torch_backend.policy import Policy
 from actors.trainer.torch_backend.shards import TorchShards
+from actors.trainer.training.export import Named
+
+EQUAL = 2e-4
+"""Largest difference of a log-prob between adapters and merged weights, in float32; `SHOWN`: least that adapters must make."""
+SHOWN = 10 * EQUAL
 
 
 class LoraLinear(nn.Linear):
@@ -55,19 +63,22 @@ def _adapt(linear: nn.Linear, scale: float, rank: int, seed: int) -> LoraLinear:
     return made
 
 
-class AdaptedPolicy(Policy):
+class Adapted(Policy):
     """`hf` as `load_policy` gives it, in float32 on the CPU, is changed in place. `path`: its directory. Refused where the targets
-    match nothing, or the adapter to start from is another base's."""
+    match nothing, or the adapter to start from is another base's. `alone`: engines have the base, and get adapters."""
 
     file = ADAPTER
 
-    def __init__(self, hf: Any, lora: Lora, *, path: str, seed: int) -> None:
+    def __init__(self, hf: Any, lora: Lora, *, path: str, seed: int, alone: bool = False) -> None:
         super().__init__(hf)
+        self.serves_adapters = alone
         self._lora, self._path = lora, path
         for p in hf.parameters():
             p.requires_grad_(False)
-        linear = {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear)}
+        linear = {name: m for name, m in hf.named_modules() if type(m) is nn.Linear}
         names = peft.chosen((name for name, _ in hf.named_parameters()), lora)
+        if other := [name for name in names if name not in linear]:
+            raise Refused(f"lora_rank={lora.rank}: {other[0]} is no plain linear layer of {type(hf).__name__}. Exclude it.")
         self._config = peft.config_text(lora, names, linear, path)
         start = self._start({name: tuple(linear[name].weight.shape) for name in names})
         self._adapted = {n: _adapt(linear[n], lora.scale, lora.rank, seed_for(seed, "lora", n)) for n in names}
@@ -90,7 +101,10 @@ class AdaptedPolicy(Policy):
         return {f"{PREFIX}{name}.{part}.weight": p for name, part, p in pairs}
 
     def served(self, shards: TorchShards, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | None]]:
-        """W + scale * B A, rounded once."""
+        """Adapters as this process computes with them, or W + scale * B A, rounded once."""
+        if self.serves_adapters:
+            yield from super().served(shards, dtype)
+            return
         for name, p in self.hf.named_parameters():
             module = self._adapted.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
             if module is not None:
@@ -99,6 +113,10 @@ class AdaptedPolicy(Policy):
                 yield name, None if w is None or a is None or b is None else merged(w, a, b, self._lora.scale, dtype)
             elif not name.endswith((".lora_A", ".lora_B")):
                 yield name, shards.whole(p, dtype, live=True)
+
+    def adapters(self) -> Mapping[str, LoraLinear]:
+        """Layers with adapters, by the name of their matrix."""
+        return self._adapted
 
     def base(self) -> BasePolicy:
         return BasePolicy(self)
@@ -127,22 +145,90 @@ class AdaptedPolicy(Policy):
         return "" if found == here else f"its rank and alpha are {found[0]} and {found[1]:g}, this run's {here[0]} and {here[1]}"
 
 
+class AdaptedPolicy(Adapted, Policy):
+    """Of a family with code of our own."""
+
+
+class AdaptedGeneric(Adapted, GenericPolicy):
+    """Of a class of transformers. Always true: its matrices with adapters have their files' names, and what the class makes of
+    adapters was found equal to what it makes of merged weights."""
+
+    def __init__(self, hf: Any, lora: Lora, **told: Any) -> None:
+        super().__init__(hf, lora, **told)
+        there = tensor_names(Path(self._path))
+        if lost := [n for n in self._adapted if f"{n}.weight" not in there]:
+            raise Refused(
+                f"lora_rank={lora.rank}: {type(hf).__name__} of transformers has {min(lost)}, which files of {self._path} "
+                "have under another name. Exclude it (--exclude-modules), or leave LoRA out."
+            )
+        prove(self)
+
+    def published(self, weights: Named) -> Named:
+        return weights if self.serves_adapters else super().published(weights)
+
+
 def adapted(policy: Policy, path: str, own: Any, *, seed: int) -> Policy:
     """`policy` of the directory `path`, with adapters beside its frozen weights where the backend's settings `own` ask for them.
     Refused for a base that adapters cannot be beside; what settings alone tell is refused before (settings/lora.py)."""
     if not own.lora_rank:
         return policy
-    kinds = (("an FP8 base", scheme_of(path) is not None), ("a class of transformers without our own code", not policy.compiles))
-    for kind, is_so in kinds:
-        if is_so:
-            raise Refused(f"lora_rank={own.lora_rank}: {path} is {kind}, with which LoRA is not carried. Leave it out.")
-    return AdaptedPolicy(policy.hf, Lora.of(own), path=path, seed=seed)
+    if scheme_of(path) is not None:
+        raise Refused(f"lora_rank={own.lora_rank}: {path} is an FP8 base, with which LoRA is not carried. Leave it out.")
+    kind = AdaptedGeneric if isinstance(policy, GenericPolicy) else AdaptedPolicy
+    return kind(policy.hf, Lora.of(own), path=path, seed=seed, alone=own.lora_publish == "adapters")
+
+
+@torch.no_grad()
+def prove(policy: AdaptedGeneric) -> None:
+    """With random adapters the class must compute as with merged weights: a layer that it goes round would have an adapter that
+    does nothing. On the CPU, before the weights are cut. Refused."""
+    hf, name = policy.hf, type(policy.hf).__name__
+    ids = torch.arange(3, 12).remainder(int(hf.config.get_text_config().vocab_size))[None]
+
+    def logp() -> Tensor:
+        out: Tensor = torch.log_softmax(hf(input_ids=ids).logits.float(), -1)
+        return out
+
+    modules = policy.adapters()
+    before = [m.lora_B.detach().clone() for m in modules.values()]
+    with policy.bare():
+        plain = logp()
+    try:
+        for i, m in enumerate(modules.values()):
+            random = torch.randn(m.lora_B.shape, generator=torch.Generator().manual_seed(i))
+            change = random @ m.lora_A * m.scale
+            m.lora_B.copy_(random * (0.3 * m.weight.norm() / change.norm()))
+        got = logp()
+        with policy.bare(), _merged_into(modules.values()):
+            want = logp()
+        far, shown = float((got - want).abs().max()), float((want - plain).abs().max())
+        if not far <= EQUAL * max(1.0, shown) or not shown >= SHOWN:
+            raise Refused(
+                f"{name} of transformers does not compute adapters as merged weights: log-probs differ by {far:.1e} "
+                f"(allowed {EQUAL:.0e}). Exclude the matrices that it uses otherwise (--exclude-modules), or leave LoRA out."
+            )
+    finally:
+        for m, b in zip(modules.values(), before, strict=True):
+            m.lora_B.copy_(b)
+
+
+@contextmanager
+def _merged_into(modules: Iterable[LoraLinear]) -> Iterator[None]:
+    """Their weights hold base and adapter while the body runs."""
+    kept = [(m, m.weight.detach().clone()) for m in modules]
+    try:
+        for m, w in kept:
+            m.weight.copy_(merged(w, m.lora_A, m.lora_B, m.scale, w.dtype))
+        yield
+    finally:
+        for m, w in kept:
+            m.weight.copy_(w)
 
 
 class BasePolicy(nn.Module):
     """The reference of a policy with adapters: the same weights without them."""
 
-    def __init__(self, policy: AdaptedPolicy) -> None:
+    def __init__(self, policy: Adapted) -> None:
         super().__init__()
         self.policy = policy
 

@@ -11,15 +11,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from actors.runtime.lora import PREFIX, merged
 from actors.runtime.run import Refused
 from actors.trainer.lora import peft
-from actors.trainer.lora.peft import ADAPTER, PREFIX
+from actors.trainer.lora.peft import ADAPTER
 from actors.trainer.training.files import export_at, write_bytes, write_tensors
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """W [out, in] + scale * B [out, r] A [r, in], in float32 and rounded once to `dtype`."""
-    return (weight.float() + (b.float() @ a.float()) * scale).to(dtype)
 
 
 def written(base: Path, adapter: Mapping[str, Tensor], scale: float, target: Path, *, dtype: torch.dtype | None) -> None:

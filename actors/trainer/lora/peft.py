@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from actors.runtime.lora import PREFIX
 from actors.runtime.run import Refused
 from actors.runtime.safetensors_header import BadHeader, header_of
 
@@ -22,7 +23,6 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ALL_LINEAR = "all-linear"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Last names of the matrices of a decoder layer that can have adapters."""
-PREFIX = "base_model.model."
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -84,6 +84,16 @@ def chosen(names: Iterable[str], lora: Lora) -> list[str]:
     if not found:
         raise Refused(f"exclude_modules={lora.exclude}: it leaves none of target_modules={lora.targets}. Exclude less.")
     return found
+
+
+def last_names(targets: str) -> tuple[str, ...]:
+    """Last names that matrices of `targets` may have.
+
+    >>> last_names("layers.1*.mlp.*_proj,o_proj")
+    ('down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj')
+    """
+    words = [part.strip().rpartition(".")[2] for part in targets.split(",") if part.strip()]
+    return tuple(sorted(name for name in LINEAR if any(word == ALL_LINEAR or fnmatchcase(name, word) for word in words)))
 
 
 def _matched(matrices: list[str], text: str, field: str) -> set[str]:

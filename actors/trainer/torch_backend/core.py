@@ -244,7 +244,8 @@ class Core(Passes):
                 yield from quantized({part: tensor}, self.fp8).items()
 
     def beside(self) -> dict[str, bytes]:
-        return export_files(self.published_as, self.policy.hf, self.dtype, is_fp8=self.fp8 is not None)
+        files = export_files(self.published_as, self.policy.hf, self.dtype, is_fp8=self.fp8 is not None)
+        return self.policy.beside(files) if self.policy.serves_adapters else files
 
     def save(self, directory: Path) -> StateFiles:
         return StateFiles(self._copied(), directory)

@@ -32,6 +32,9 @@ class Policy(nn.Module):
     compiles = True
     """Its layers may run as torch.compile makes them."""
 
+    serves_adapters = False
+    """Engines have its base, and get what is trained beside it."""
+
     def __init__(self, hf: Any) -> None:
         super().__init__()
         self.hf = hf

@@ -1,12 +1,12 @@
 """LORA: narrow adapters that are trained in place of the whole weights."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from miles_async.settings.doc import Group, doc
 
 
 class LoraSettings(Group, frozen=True, kw_only=True):
-    """What is trained beside frozen weights; of the torch backend. Engines get the merged weights."""
+    """What is trained beside frozen weights; of the torch backend."""
 
     lora_rank: Annotated[
         int,
@@ -32,3 +32,11 @@ class LoraSettings(Group, frozen=True, kw_only=True):
         str | None,
         doc("PEFT directory of the same base, rank, alpha and targets to start from. Unset: adapters that do nothing yet."),
     ] = None
+    lora_publish: Annotated[
+        Literal["merged", "adapters"],
+        doc(
+            "What a version is: whole weights with the adapters in them, which any engine serves, or the adapters alone, for "
+            "engines that load the base themselves: a version is then as small as what is trained.",
+            ours=True,
+        ),
+    ] = "merged"

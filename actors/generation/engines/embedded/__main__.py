@@ -50,8 +50,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="a sample's numbers do not depend on what else runs: each is computed alone, which is slower",
     )
+    parser.add_argument("--lora-rank", type=int, help="versions are adapters of this rank, beside the weights of --model-path")
+    parser.add_argument("--lora-alpha", type=int, default=16, help="weight of adapters, over their rank (default %(default)s)")
     args = parser.parse_args(argv)
-    for name in ("max_running_requests", "max_total_tokens", "context_length", "threads", "stream_interval"):
+    for name in ("max_running_requests", "max_total_tokens", "context_length", "threads", "stream_interval", "lora_rank"):
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
@@ -111,14 +113,18 @@ async def _serve(args: argparse.Namespace, bound: socket.socket) -> int:
     import torch
     from aiohttp import web
 
+    from actors.generation.engines.embedded.adapters import Adapters
     from actors.generation.engines.embedded.decoders import open_decoder
     from actors.generation.engines.embedded.scheduler import Posted, Scheduler
     from actors.generation.engines.embedded.server import EngineServer, Served
     from actors.generation.engines.embedded.weights import load_weights
+    from actors.runtime.lora import AdapterShape
 
     torch.set_num_threads(args.threads)
     decoder = open_decoder(args.model_path, args.context_length, repeatable=args.enable_deterministic_inference)
     load_weights(decoder, args.model_path)
+    if args.lora_rank:
+        decoder.adapters = Adapters(AdapterShape(args.lora_rank, args.lora_alpha))
     with torch.inference_mode():
         decoder.settled()
     config, eyes = decoder.config, decoder.eyes

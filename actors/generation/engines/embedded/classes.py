@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.generation.engines.embedded.adapters import Adapters
 from actors.generation.engines.embedded.cache import KvCache
 from actors.generation.engines.embedded.config import ModelConfig, ModelRefused, eos_ids, read_json
 from actors.generation.engines.embedded.model import SCORE_ROWS, Slot
@@ -46,6 +47,7 @@ class TokenCache(KvCache):
 class ClassDecoder:
     """What `Decoder` is to the scheduler, by a class of transformers. Raises ModelRefused."""
 
+    adapters: Adapters | None = None
     eyes: Eyes | None = None
     chosen: Tensor | None = None
 

@@ -85,6 +85,7 @@ class Occupation:
         """Memory of all weights, each once though several tensors lie in it, in an order that stays."""
         tensors: list[Tensor] = [slot.view for slot in self._decoder.slots.values()]
         tensors += [part for parts in self._decoder.fp8_parts.values() for part in parts.values()]
+        tensors += self._decoder.adapters.base.values() if self._decoder.adapters else ()
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         return list(found.values())
 

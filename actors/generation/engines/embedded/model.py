@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.generation.engines.embedded.adapters import Adapters
 from actors.generation.engines.embedded.cache import KvCache
 from actors.generation.engines.embedded.config import ModelConfig
 from actors.generation.engines.embedded.pictures import Eyes, View
@@ -85,6 +86,8 @@ class Decoder:
         for name, p in eyes.tower.named_parameters() if eyes else ():
             self._put(f"visual.{name}", tuple(p.shape), p.data)
 
+    adapters: Adapters | None = None
+    """Of an engine whose versions are adapters; None = whole weights."""
     ignored: frozenset[str] = frozenset()
     """Names in its directory that have no place in it."""
 

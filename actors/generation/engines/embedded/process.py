@@ -51,6 +51,7 @@ class EngineProcess:
             *("--port-file", str(port_file), "--threads", str(spec.threads)),
             *("--max-running-requests", str(spec.max_running)),
             *(["--enable-deterministic-inference"] if repeatable else []),
+            *(["--lora-rank", str(spec.adapters.rank), "--lora-alpha", str(spec.adapters.alpha)] if spec.adapters else []),
         ]
         if spec.token:  # in a file: a command line is everybody's to read
             argv += ["--api-key-file", str(write_secret(self._folder / "api-key", spec.token))]

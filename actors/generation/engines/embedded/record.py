@@ -39,6 +39,7 @@ EMBEDDED = Embedded(
     reads_ids=True,
     exact=True,
     ways=("files", "tensors", "group"),
+    takes_adapters=True,
     loads=("actors.generation.engines.embedded.process",),
     spare=("actors.generation.engines.embedded", "--spare"),
 )

@@ -8,6 +8,7 @@ each tensor that it gives leaves two objects behind, and an engine loads a versi
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from actors.generation.engines.embedded.config import ModelRefused
 from actors.generation.engines.embedded.decoders import Decodes
 from actors.runtime.fp8 import SCALE
+from actors.runtime.lora import matrix_of
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FP8 = "F8_E4M3"
@@ -46,7 +48,9 @@ def load_weights(decoder: Decodes, model_dir: Path) -> int:
                 if name in where:
                     raise ModelRefused(f"{model_dir}: tensor {name} is in two files; weights unchanged.")
                 where[name] = handle
-        for problem in _problems(decoder, where):
+        if adapters := [name for name in where if matrix_of(name)]:
+            _check_adapters(decoder, {name: _form(where[name].get_slice(name)) for name in where}, whole=True)
+        for problem in _problems(decoder, where) if not adapters else ():
             raise ModelRefused(f"{model_dir}: {problem}; weights unchanged.")
     for path in files:
         for name, tensor in _floats(path):
@@ -67,8 +71,12 @@ def _floats(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def load_tensors(decoder: Decodes, tensors: Mapping[str, Tensor]) -> None:
     """Copy some tensors by their checkpoint names. Raises ModelRefused, with nothing changed, for an unknown name, another
-    shape or a type that is not floating point."""
+    shape or a type that is not floating point. Adapters come by peft's names, and nothing else beside them."""
+    if any(map(matrix_of, tensors)):
+        _check_adapters(decoder, {name: (tuple(t.shape), t.dtype.is_floating_point) for name, t in tensors.items()})
     for name, tensor in tensors.items():
+        if matrix_of(name):
+            continue
         slot, shape = decoder.slots.get(name), _shape_of(decoder, name)
         if shape is None:
             if not _harmless(name, decoder):
@@ -86,9 +94,14 @@ def load_tensors(decoder: Decodes, tensors: Mapping[str, Tensor]) -> None:
 def _put(decoder: Decodes, name: str, tensor: Tensor) -> None:
     """One tensor into its place. An FP8 weight and its scales may come apart, in other buckets or other versions: both are
     kept, and what they stand for is filled in whenever one of them comes."""
+    if matrix_of(name) and decoder.adapters is not None:
+        decoder.adapters.put(decoder.slots, name, tensor)
+        return
     weight, scheme = name.removesuffix(SCALE), decoder.config.fp8
     if weight not in decoder.slots:
         return
+    if decoder.adapters is not None:
+        decoder.adapters.replaced(weight)
     if scheme is not None and (name != weight or tensor.dtype == torch.float8_e4m3fn):
         parts = decoder.fp8_parts.setdefault(weight, {})
         parts[name] = tensor.clone()
@@ -98,6 +111,22 @@ def _put(decoder: Decodes, name: str, tensor: Tensor) -> None:
     else:
         decoder.fp8_parts.pop(weight, None)
     decoder.slots[weight].fill(tensor)
+
+
+def _form(found: Any) -> tuple[tuple[int, ...], bool]:
+    return tuple(found.get_shape()), found.get_dtype() in FLOATS
+
+
+def _check_adapters(decoder: Decodes, forms: dict[str, tuple[tuple[int, ...], bool]], *, whole: bool = False) -> None:
+    """`whole`: they are a version, both parts of each matrix; otherwise a bucket of one."""
+    if decoder.adapters is None:
+        raise ModelRefused("these are adapters, which this engine does not take: start it with --lora-rank; weights unchanged.")
+    decoder.adapters.check(decoder.slots, forms)
+    if whole:
+        halves = Counter(found[0] for name in forms if (found := matrix_of(name)))
+        if lone := [matrix for matrix, n in halves.items() if n != 2]:
+            raise ModelRefused(f"of the adapter of {min(lone)} there is one part, not two; weights unchanged.")
+        decoder.adapters.begin()
 
 
 def _shape_of(decoder: Decodes, name: str) -> tuple[int, ...] | None:

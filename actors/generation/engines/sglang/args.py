@@ -5,6 +5,7 @@ Names are SGLang's own without the leading dashes. What follows from settings of
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 
@@ -37,6 +38,14 @@ that come later share its keys and values, which are kept by version."""
 UNEQUAL_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
 """SGLang refuses to start where one of an engine's GPUs has a tenth less free memory than another. A trainer beside it keeps
 the version it shares with engines on its first rank's GPU alone: seen with a 4B model, 7.6 GiB of 80."""
+
+
+ADAPTERS_AT_ONCE = 3
+"""In one batch: the newest, one that the last requests of the version before name, and none, for health checks."""
+
+ADAPTERS_FROM = (0, 5, 23)
+"""Before it (0.5.17 and 0.5.21 were read) a request that is aborted while it waits counts as using its adapter for good: the call
+that unloads the adapter never returns, nor does any later load."""
 
 
 def default_command() -> tuple[str, ...]:
@@ -103,6 +112,24 @@ def sglang_flags(spec: GenerationSpec, part: int = 0) -> dict[str, ArgValue]:
         sighted=bool(family_of(spec.model_path)),
         ours_inside=not spec.server_command,  # another program's Python need not have our package
     )
+    if spec.adapters:
+        args |= {
+            "enable-lora": True,
+            "max-lora-rank": spec.adapters.rank,
+            "lora-target-modules": spec.adapters.targets,
+            "max-loras-per-batch": ADAPTERS_AT_ONCE,
+        }
     if spec.nodes > 1:
         args |= {"nnodes": spec.nodes, "node-rank": part, "dist-init-addr": spec.meeting}
     return args
+
+
+def too_old(release: str) -> str:
+    """Why a server of this release gets no adapters; empty: it may."""
+    number = tuple(int(n) for n in re.findall(r"\d+", release)[:3])
+    if number >= ADAPTERS_FROM:
+        return ""
+    return (
+        f"SGLang {release or 'of an unknown release'} may never unload an adapter (lora_publish = adapters). Install 0.5.23 or "
+        "newer, or set --lora-publish merged"
+    )

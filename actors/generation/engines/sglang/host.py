@@ -11,6 +11,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from actors.generation.engines.sglang.args import too_old
 from actors.generation.engines.sglang.inside import TESTED
 from actors.kinds import HostFacts, Lack
 
@@ -32,6 +33,8 @@ def findings(s: Any, host: HostFacts) -> Iterator[Lack]:
         return
     lost = _lost(found)
     yield Lack("note" if lost else "ok", "sglang", f"{found} {lost}" if lost else found or "by a command of yours")
+    if s.lora_publish == "adapters" and found and (why := too_old(found)):
+        yield Lack("wrong", "sglang", why)
     if s.use_router and s.sglang_router_ip is None and not host.version("sglang-router"):
         yield Lack("wrong", "sglang-router", "not installed: requests are not shared out; install it, or set --no-use-router")
     if _fp8(s) and util.find_spec("deep_gemm") is None and util.find_spec("sgl_deep_gemm") is None:

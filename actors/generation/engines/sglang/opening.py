@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from actors.generation.engine import Connect, Opened
+from actors.generation.engines.sglang.adapters import AdapterClient
 from actors.generation.engines.sglang.client import SGLangClient
 from actors.generation.engines.sglang.routed import RoutedEngine
 from actors.generation.engines.sglang.server import SGLangServer
@@ -14,8 +17,8 @@ from actors.runtime.context import Context
 from bus.messages.events import EventKind
 
 
-def connecting(spec: GenerationSpec) -> Connect:
-    """What makes the client of an engine that runs."""
+def connecting(spec: GenerationSpec, client: Callable[..., SGLangClient] = SGLangClient) -> Connect:
+    """What makes the client of an engine that runs, where no router stands before it."""
 
     def connect(url: str, inside: Path | None) -> SGLangClient:
         told: dict[str, Any] = {
@@ -26,7 +29,7 @@ def connecting(spec: GenerationSpec) -> Connect:
             "draws": spec.draws,
             "inside": inside,
         }
-        return RoutedEngine(url, spec.router_url, **told) if spec.router_url else SGLangClient(url, **told)
+        return RoutedEngine(url, spec.router_url, **told) if spec.router_url else client(url, **told)
 
     return connect
 
@@ -39,4 +42,5 @@ def open_started(context: Context, spec: GenerationSpec, folder: Path) -> Opened
         context.note = "SGLang compiles kernels, once on a machine" if compiles else ""  # until it has joined
         await context.event(kind, text, level=level)
 
-    return Opened(connecting(spec), SGLangServer(spec, folder, report))
+    client = partial(AdapterClient, adapters=spec.adapters) if spec.adapters else SGLangClient
+    return Opened(connecting(spec, client), SGLangServer(spec, folder, report))

@@ -33,6 +33,8 @@ class StartedSGLang(EngineKind, frozen=True, kw_only=True):
     def rules(self, settings: Any) -> Iterator[RuleBroken]:
         """sglang_fused_sampling needs servers of this Python, of one GPU each: ranks would not draw alike."""
         s = settings
+        if s.lora_publish == "adapters":
+            yield from _adapters(s)
         if not s.sglang_fused_sampling:
             return
         remedy = "Leave it out: SGLang draws by itself."
@@ -46,6 +48,19 @@ class StartedSGLang(EngineKind, frozen=True, kw_only=True):
         from actors.generation.engines.sglang.host import findings
 
         return findings(settings, host)
+
+
+def _adapters(s: Any) -> Iterator[RuleBroken]:
+    """Of lora_publish = adapters."""
+    remedy = "Set --lora-publish merged."
+    if s.colocate or s.lend_trainer_gpus:
+        why = "servers that give their memory back lose the base, which is not sent again (lora_publish = adapters)"
+        yield RuleBroken("colocate" if s.colocate else "lend_trainer_gpus", True, why, remedy)
+    if s.transport_kind.asks == "group":
+        why = "SGLang takes adapters from files or by ipc (lora_publish = adapters)"
+        yield RuleBroken("update_weight_transport", s.update_weight_transport, why, f"Set it to ipc or disk. Or: {remedy}")
+    if s.rollout_num_gpus_per_engine > 1 and s.sglang_nnodes > 1:
+        yield RuleBroken("sglang_nnodes", s.sglang_nnodes, "adapters go to engines of one host (lora_publish = adapters)", remedy)
 
 
 class AttachedSGLang(EngineKind, frozen=True, kw_only=True):
@@ -72,6 +87,7 @@ SGLANG = StartedSGLang(
     takes_flags=True,
     spans_hosts=True,
     behind_router=True,
+    takes_adapters=True,
     repeats=True,
     module="sglang",
     command="sglang.launch_server",

@@ -80,6 +80,8 @@ def body_of(request: GenerateRequest, name: str) -> bytes:
     }
     if request.extra_key is not None:
         body["extra_key"] = request.extra_key
+    if request.adapter:
+        body["lora_path"] = request.adapter
     if request.images:
         body["image_data"] = request.images
     if request.routed is not None:
