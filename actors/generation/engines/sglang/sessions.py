@@ -2,8 +2,8 @@
 /begin_weight_update and /end_weight_update (its managers/scheduler_components/weight_updater.py).
 
 A session has no owner and no end of its own: one that a dead client left is open until somebody ends it. All buckets of a version
-lie in one; a begin while one is open is refused (400), as is an end while none is. Files need none, and a session neither pauses nor
-flushes: unpaused, the server lets requests end before it begins one.
+lie in one; a begin while one is open is refused (400), as is an end while none is. Files need none. A session neither pauses
+nor flushes: unpaused, the server lets requests end before it begins one.
 Always true: the server names a version only once its session has ended well, which is when quantised weights are whole. A server
 that does not know the call (404) has no sessions and is never asked again; the version then travels with the last bucket.
 """
