@@ -29,7 +29,7 @@ from actors.generation.engine import (
     RequestRefused,
 )
 from actors.generation.engines.sglang.args import LOADER
-from actors.generation.engines.sglang.attach import check_routed, check_served, describe
+from actors.generation.engines.sglang.attach import as_qualified, check_routed, check_served, describe
 from actors.generation.engines.sglang.boundary import Boundaries
 from actors.generation.engines.sglang.calls import Calls, said
 from actors.generation.engines.sglang.http_stream import Line, Lines, StreamBroken, StreamLate
@@ -86,6 +86,7 @@ class SGLangClient(Engine):
         self._sessions = Sessions(self._calls)
         self._inside = Inside(inside, self._sessions.letter)
         self._draws = draws
+        self._no_checksums = ""  # why not, by the record of its release
         self.counts_when_receiving = False  # whether `receive` can be asked to count, as `info` told
         self._quiet = asyncio.Event()  # nothing is flying
         self._quiet.set()
@@ -350,6 +351,8 @@ class SGLangClient(Engine):
 
     async def weights_checksum(self) -> Mapping[str, Any]:
         """The engine's own checksum of each of its tensors, by its names; equal weights give equal ones."""
+        if self._no_checksums:
+            raise RequestRefused(self._no_checksums)
         if (found := await self._inside.checksums()) is not None:
             return found
         ranks = (await self._calls.json("POST", "/weights_checker", {"action": "checksum"})).get("ranks") or []
@@ -360,8 +363,7 @@ class SGLangClient(Engine):
         await self._sessions.label(version)
 
     async def health(self) -> EngineHealth:
-        """Never waits for a sample to end."""
-        await self._calls.ok("GET", "/health")
+        """Never waits for a sample to end. A paused SGLang answers it too (its /health, from 0.5.21 on, does not)."""
         model = await self._calls.json("GET", "/model_info")
         return EngineHealth(weight_version=str(model["weight_version"]), model_path=str(model["model_path"]))
 
@@ -374,6 +376,7 @@ class SGLangClient(Engine):
         """As `health` and `info` say."""
         health, info = await self.health(), await self.info()
         found = describe(info) if own else check_served(self.base_url, info, health.model_path, model_path)
+        found, self._no_checksums = as_qualified(found, info)
         check_routed(self.base_url, info, wanted=routed)
         return found
 

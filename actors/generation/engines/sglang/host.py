@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.generation.engines.sglang.inside import TESTED
+from actors.generation.engines.sglang.qualified import record_of
 from actors.kinds import HostFacts, Lack
 
 LEAST = (0, 5, 12)
@@ -52,9 +53,14 @@ def _lost(release: str) -> str:
         return ""
     if number < LEAST:
         return "is older than 0.5.12, with which everything was tried; upgrade it"
+    record = record_of(release)
+    if record is None:
+        tried = "it was not tried from outside either: `miles-async qualify` does that"
+    else:
+        tried = f"from outside it lacks {record.lacks()}" if record.lacks() else "from outside it was tried"
     return (
-        f"is none of the releases that were tried ({', '.join(TESTED)}): counting in place, receiving and drawing inside the "
-        "engine and checksums over several GPUs are off. Install one of those for all of it"
+        f"is none of the releases that were tried from inside ({', '.join(TESTED)}): counting in place, receiving, drawing "
+        f"there, and checksums over several GPUs, are off; {tried}. Install one of those for all of it"
     )
 
 
