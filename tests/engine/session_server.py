@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -80,8 +80,9 @@ class Gate:
         ):
             response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
             await response.prepare(request)
-            async for part in answer.content.iter_any():
-                await response.write(part)
+            with suppress(ConnectionError):  # whoever asked left
+                async for part in answer.content.iter_any():
+                    await response.write(part)
             return response
 
     async def _pass(self, request: web.Request) -> tuple[int, bytes]:
