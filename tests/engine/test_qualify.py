@@ -14,7 +14,7 @@ import pytest
 from actors.generation.engine import RequestRefused
 from actors.generation.engines.sglang import qualified
 from actors.generation.engines.sglang.client import SGLangClient
-from actors.generation.engines.sglang.qualified import SHIPPED, Found, Record, own_folder, read, record_of, write
+from actors.generation.engines.sglang.qualified import SHIPPED, Capability, Record, own_folder, read, record_of, write
 from actors.generation.engines.sglang.qualify import NotQualified, qualify
 from actors.generation.engines.sglang.wire import NEVER_MIXES
 from miles_async.cli.app import main
@@ -83,7 +83,7 @@ async def test_a_server_that_names_no_release_gets_no_record(gate: Gate, version
 
 
 async def test_half_a_capability_is_none(gate: Gate) -> None:
-    gate.answers["/end_weight_update"] = [(404, {"detail": "Not Found"})] * 99
+    gate.answers["/end_weight_update"] = [(404, {"detail": "Not Capability"})] * 99
     gate.answers["/weights_checker"] = [(400, said("no checker", False))] * 9
     gate.answers["/pause_generation"] = [(200, {})]  # and goes on: the first is that of `retract`
     record = await qualify(gate.url)
@@ -129,7 +129,7 @@ async def test_runs_do_without_what_a_record_says_is_not_there(served: Served) -
 
     before = await look()
     assert before.exact and before.exact_in_place and not before.note and await client.weights_checksum()
-    lacks = {"boundary": Found(ok=False, why="two behind"), "checksums": Found(ok=False, why="none")}
+    lacks = {"boundary": Capability(ok=False, why="two behind"), "checksums": Capability(ok=False, why="none")}
     write(msgspec.structs.replace(RECORD, capabilities=lacks), own_folder() / "embedded.json")
     found = await look()
     assert not found.exact and not found.exact_in_place
@@ -167,7 +167,7 @@ def test_a_record_under_another_name_is_of_no_release() -> None:
 def test_shipped_records_hold_and_only_they_open_the_inside() -> None:
     shipped = {path.stem: read(path) for path in SHIPPED.glob("*.json")}
     assert set(shipped) == {"0.5.12.post1", "0.5.21"} and qualified.tested() == ("0.5.12.post1",)
-    inside = {"inside": Found(ok=True)}
+    inside = {"inside": Capability(ok=True)}
     write(Record(release="0.5.98", device="", by="", capabilities=inside), own_folder() / "0.5.98.json")
     qualified.tested.cache_clear()
     assert qualified.tested() == ("0.5.12.post1",)

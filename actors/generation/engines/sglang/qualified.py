@@ -23,7 +23,7 @@ _SAFE = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,63}")
 log = logging.getLogger(__name__)
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Capability(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One capability. `figure`: what was measured, in words; `why`: it is not there."""
 
     ok: bool
@@ -37,7 +37,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     release: str
     device: str
     by: str
-    capabilities: dict[str, Found]
+    capabilities: dict[str, Capability]
     torch: str = ""
     digest: str = ""
 
@@ -107,4 +107,4 @@ def write(record: Record, path: Path) -> None:
 def tested() -> tuple[str, ...]:
     """Releases whose scheduler our function inside SGLang was tried with: shipped records alone say so."""
     records = (read(path) for path in sorted(SHIPPED.glob("*.json")))
-    return tuple(r.release for r in records if r.capabilities.get(INSIDE, Found(ok=False)).ok)
+    return tuple(r.release for r in records if r.capabilities.get(INSIDE, Capability(ok=False)).ok)

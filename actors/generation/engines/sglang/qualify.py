@@ -17,7 +17,7 @@ from actors.generation.engine import EngineUnavailable, GenerateRequest, PauseMo
 from actors.generation.engines.sglang.attach import describe
 from actors.generation.engines.sglang.calls import Calls
 from actors.generation.engines.sglang.client import SGLangClient
-from actors.generation.engines.sglang.qualified import Found, Record, is_release
+from actors.generation.engines.sglang.qualified import Capability, Record, is_release
 from actors.generation.engines.sglang.sessions import BEGIN, END, UNKNOWN
 from bus.errors import MilesAsyncError
 
@@ -38,7 +38,7 @@ class Lacks(Exception):
     """A capability that is not there, and why."""
 
 
-class Stream:
+class TriedAnswer:
     """One greedy answer as it comes."""
 
     def __init__(self, client: SGLangClient, rid: str, n: int = N, prompt: list[int] | None = None, **fields: Any) -> None:
@@ -87,18 +87,18 @@ class Qualifier:
         self._model = ""
         self._n = N  # tokens of an answer that something happens to: a second of them
         self._long = 8 * N
-        self._streams: list[Stream] = []
+        self._streams: list[TriedAnswer] = []
 
-    def _start(self, name: str, n: int = 0, **fields: Any) -> Stream:
+    def _start(self, name: str, n: int = 0, **fields: Any) -> TriedAnswer:
         self._streams.append(
-            Stream(self._client, f"qualify-{name}", n or self._n, ignore_eos=fields.pop("ignore_eos", True), **fields)
+            TriedAnswer(self._client, f"qualify-{name}", n or self._n, ignore_eos=fields.pop("ignore_eos", True), **fields)
         )
         return self._streams[-1]
 
-    async def run(self) -> dict[str, Found]:
+    async def run(self) -> dict[str, Capability]:
         health = await self._client.health()
         self._version, self._model = health.weight_version, health.model_path
-        found: dict[str, Found] = {}
+        found: dict[str, Capability] = {}
         checks: dict[str, Callable[[], Awaitable[str]]] = {
             "stream": self.stream, "logprobs": self.logprobs, "stop": self.stop, "abort": self.abort, "retract": self.retract,
             "in_place": self.in_place, "pause_abort": self.pause_abort, "boundary": self.boundary, "spans": self.spans,
@@ -107,11 +107,11 @@ class Qualifier:
         for name, check in checks.items():
             try:
                 async with asyncio.timeout(CHECK_S):
-                    found[name] = Found(ok=True, figure=await check())
+                    found[name] = Capability(ok=True, figure=await check())
             except (Lacks, RequestRefused) as error:
-                found[name] = Found(ok=False, why=" ".join(str(error).split())[:200])
+                found[name] = Capability(ok=False, why=" ".join(str(error).split())[:200])
             except TimeoutError:
-                found[name] = Found(ok=False, why=f"not done within {CHECK_S:g} s")
+                found[name] = Capability(ok=False, why=f"not done within {CHECK_S:g} s")
             except EngineUnavailable as error:
                 with suppress(EngineUnavailable, RequestRefused):
                     await self._client.resume()
@@ -187,7 +187,7 @@ class Qualifier:
         same = sum(a == b for a, b in zip(joined, whole.tokens, strict=False))
         return f"ended after {made} tokens and gone on with; {same} of {len(joined)} as without"
 
-    async def _paused(self, mode: PauseMode) -> tuple[Stream, int]:
+    async def _paused(self, mode: PauseMode) -> tuple[TriedAnswer, int]:
         """An answer that stands still, and its tokens so far."""
         stream = self._start(mode)
         await stream.at(8)
@@ -300,7 +300,7 @@ async def qualify(url: str, *, token: str = "", deadline_s: float = 30.0) -> Rec
     return Record(release=release, device=str(info.get("device") or ""), by="miles-async qualify", capabilities=found).sealed()
 
 
-def contradiction(release: str, found: Mapping[str, Found]) -> str:
+def contradiction(release: str, found: Mapping[str, Capability]) -> str:
     """What a server of that release would have, or would not; empty: nothing (pure)."""
     if not (numbers := re.match(r"(\d+)\.(\d+)\.(\d+)", release)):
         return ""  # no SGLang
