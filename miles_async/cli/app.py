@@ -49,6 +49,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("tune", "miles_async.cli.tune", "List live settings, change them, undo a change."),
     Command("shadow", "miles_async.cli.shadow", "Try another reward, filter or loss on a run's samples, beside it."),
     Command("replay", "miles_async.cli.replay", "Train recorded batches again and compare bit for bit."),
+    Command("qualify", "miles_async.cli.qualify", "Try a running inference server and record what it can do."),
     Command("get", "miles_async.cli.get", "Fetch a small pretrained model once."),
     Command("convert", "miles_async.cli.convert", "Convert a model between Hugging Face and Megatron's torch_dist format."),
     Command("ray", "miles_async.cli.ray", "Start a run as a job on a Ray cluster."),

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "top": "without --plain it needs a terminal: tests/miles_async/test_top.py gives it one",
     "convert": "needs megatron-core: tests/megatron/test_convert_command.py converts both ways",
     "ray": "needs a cluster: tests/cluster submits to one",
+    "qualify": "needs a server that nobody uses: tests/engine/test_qualify.py tries several",
     "get": "needs a package index: tests/system/test_real_model.py fetches and trains",
 }
 OTHER_PROGRAMS = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from actors.generation.engine import Attached, BootRefused
+from actors.generation.engines.sglang.qualified import record_of
 from actors.generation.engines.sglang.wire import NEVER_MIXES
 from actors.runtime.fp8 import read_scheme
 from actors.runtime.vision import config_of
@@ -26,6 +27,8 @@ SHAPE_KEYS = (
     "moe_intermediate_size",
 )
 
+BOUNDARY, CHECKSUMS = "boundary", "checksums"
+"""Capabilities in a record that runs turn off."""
 SIGHT = (
     "the engine at {url} was not started by this run: started without SGLANG_VLM_CACHE_SIZE_MB=0 in its environment it goes on "
     "with what its vision tower saw in a picture under older weights, and cannot be told to forget. If it was, all is well; if "
@@ -40,6 +43,23 @@ def describe(info: Mapping[str, Any]) -> Attached:
     # With overlap SGLang keeps the result of the last step back while it is paused in place, and states the new version for it.
     in_place = never_mixes or (exact and info.get("disable_overlap_schedule") is True)
     return Attached(exact=exact, tp_size=int(info.get("tp_size") or 1), exact_in_place=in_place)
+
+
+def as_qualified(found: Attached, info: Mapping[str, Any]) -> tuple[Attached, str]:
+    """What `describe` said, less what the record of this release says is not there: requests then end at an update and are sent
+    again. And why its checksums are not to be asked for; empty: they are. What is off stands in the note, in one line."""
+    release = str(info.get("version") or "")
+    record = record_of(release)
+    if record is None:
+        return found, ""
+    off = [name for name in (BOUNDARY, CHECKSUMS) if record.failed(name)]
+    if record.failed(BOUNDARY):
+        found = replace(found, exact=False, exact_in_place=False)
+    if off:
+        text = f"{release} is not qualified for {', '.join(off)}, which are off: {record.lacks()}"
+        found = replace(found, note="; ".join(filter(None, (found.note, text))))
+    why = f"{release} is not qualified for checksums: {record.capabilities[CHECKSUMS].why}" if record.failed(CHECKSUMS) else ""
+    return found, why
 
 
 def check_served(url: str, info: Mapping[str, Any], served_path: str, model_path: str) -> Attached:

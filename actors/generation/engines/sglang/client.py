@@ -29,11 +29,12 @@ from actors.generation.engine import (
     RequestRefused,
 )
 from actors.generation.engines.sglang.args import LOADER
-from actors.generation.engines.sglang.attach import check_routed, check_served, describe
+from actors.generation.engines.sglang.attach import as_qualified, check_routed, check_served, describe
 from actors.generation.engines.sglang.boundary import Boundaries
 from actors.generation.engines.sglang.calls import Calls, said
 from actors.generation.engines.sglang.http_stream import Line, Lines, StreamBroken, StreamLate
 from actors.generation.engines.sglang.inside_client import Inside
+from actors.generation.engines.sglang.sessions import Sessions
 from actors.generation.engines.sglang.wire import body_of, decode_event, load_of
 from actors.generation.routing import read_routed
 from actors.runtime.arrays import floats_fit, ints_fit, logprobs_fault, tokens_fault
@@ -82,8 +83,10 @@ class SGLangClient(Engine):
         self._flying: dict[str, set[str]] = {}
         self._boundaries = Boundaries()
         self._runs_our_loader = False  # as `info` said
-        self._inside = Inside(inside, self._calls.post)
+        self._sessions = Sessions(self._calls)
+        self._inside = Inside(inside, self._sessions.letter)
         self._draws = draws
+        self._no_checksums = ""  # why not, by the record of its release
         self.counts_when_receiving = False  # whether `receive` can be asked to count, as `info` told
         self._quiet = asyncio.Event()  # nothing is flying
         self._quiet.set()
@@ -290,6 +293,7 @@ class SGLangClient(Engine):
         not fit; call it between `pause` and `resume`."""
         # flush_cache would fail an assertion in SGLang's scheduler while requests wait; `flush` asks and can be
         # declined.
+        await self._sessions.clear()
         body = {"model_path": path, "weight_version": version, "load_format": "auto", "flush_cache": False}
         await self._calls.post("/update_weights_from_disk", body)
 
@@ -300,10 +304,9 @@ class SGLangClient(Engine):
         body = {
             "serialized_named_tensors": quick if is_quick else handles,
             "load_format": LOADER if is_quick else FLAT,
-            "weight_version": version,
             "flush_cache": False,
         }
-        await self._calls.post("/update_weights_from_tensor", body)
+        await self._sessions.push("/update_weights_from_tensor", body, version)
 
     async def init_weights_update_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
@@ -323,10 +326,9 @@ class SGLangClient(Engine):
             "shapes": [t.shape for t in tensors],
             "group_name": group,
             "load_format": FLAT,
-            "weight_version": version,
             "flush_cache": False,
         }
-        await self._calls.post("/update_weights_from_distributed", body)
+        await self._sessions.push("/update_weights_from_distributed", body, version)
 
     async def receive(self, buckets: Sequence[Bucket], group: str, version: str, before: str | None = None) -> bool:
         """The same for all buckets of a version, in the engine's own process; False, and nothing was received, where that
@@ -349,6 +351,8 @@ class SGLangClient(Engine):
 
     async def weights_checksum(self) -> Mapping[str, Any]:
         """The engine's own checksum of each of its tensors, by its names; equal weights give equal ones."""
+        if self._no_checksums:
+            raise RequestRefused(self._no_checksums)
         if (found := await self._inside.checksums()) is not None:
             return found
         ranks = (await self._calls.json("POST", "/weights_checker", {"action": "checksum"})).get("ranks") or []
@@ -356,11 +360,10 @@ class SGLangClient(Engine):
 
     async def set_version(self, version: str) -> None:
         """Name the weights now served; running requests go on."""
-        await self._calls.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        await self._sessions.label(version)
 
     async def health(self) -> EngineHealth:
-        """Never waits for a sample to end."""
-        await self._calls.ok("GET", "/health")
+        """Never waits for a sample to end. A paused SGLang answers it too (its /health, from 0.5.21 on, does not)."""
         model = await self._calls.json("GET", "/model_info")
         return EngineHealth(weight_version=str(model["weight_version"]), model_path=str(model["model_path"]))
 
@@ -373,6 +376,7 @@ class SGLangClient(Engine):
         """As `health` and `info` say."""
         health, info = await self.health(), await self.info()
         found = describe(info) if own else check_served(self.base_url, info, health.model_path, model_path)
+        found, self._no_checksums = as_qualified(found, info)
         check_routed(self.base_url, info, wanted=routed)
         return found
 

@@ -13,11 +13,10 @@ from typing import Any
 
 from actors.generation.engines.sglang.args import too_old
 from actors.generation.engines.sglang.inside import TESTED
+from actors.generation.engines.sglang.qualified import record_of
 from actors.kinds import HostFacts, Lack
 
 LEAST = (0, 5, 12)
-SESSIONS = (0, 5, 21)
-"""From here on SGLang takes weights by ipc and nccl only inside a session of its own, which our client does not open."""
 CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": ("/tmp", "torchinductor_*"), "TRITON_CACHE_DIR": ("~/.triton/cache", ""),
     "FLASHINFER_WORKSPACE_BASE": ("~", ".cache/flashinfer"), "SGLANG_DG_CACHE_DIR": ("~/.cache/deep_gemm", ""),
@@ -57,10 +56,14 @@ def _lost(release: str) -> str:
         return ""
     if number < LEAST:
         return "is older than 0.5.12, with which everything was tried; upgrade it"
-    way = "; weights by ipc and nccl are refused by it and go as files" if number >= SESSIONS else ""
+    record = record_of(release)
+    if record is None:
+        tried = "it was not tried from outside either: `miles-async qualify` does that"
+    else:
+        tried = f"from outside it lacks {record.lacks()}" if record.lacks() else "from outside it was tried"
     return (
-        f"is none of the releases that were tried ({', '.join(TESTED)}): counting in place, receiving and drawing inside the "
-        f"engine and checksums over several GPUs are off{way}. Install one of those for all of it"
+        f"is none of the releases that were tried from inside ({', '.join(TESTED)}): counting in place, receiving, drawing "
+        f"there, and checksums over several GPUs, are off; {tried}. Install one of those for all of it"
     )
 
 

@@ -22,12 +22,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from actors.generation.engines.sglang.qualified import tested
 from bus.errors import UNREADABLE
 
 VARIABLE = "MILES_ASYNC_INSIDE"
 """Environment of the server: the folder of the letters."""
-TESTED = ("0.5.12.post1",)
-"""Versions of SGLang, in its own words, whose scheduler this was tested with; no other is asked (inside_client.py)."""
+TESTED = tested()
+"""Versions of SGLang, in its own words, whose scheduler this was tested with, as the shipped records say; no other is asked
+(inside_client.py)."""
 log = logging.getLogger(__name__)
 _DEPTH = 16  # frames from here to the scheduler: three in SGLang 0.5.12
 
