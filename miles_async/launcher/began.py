@@ -18,6 +18,7 @@ import msgspec
 
 from actors.trainer.checkpoint import write_durably
 from bus.errors import UNREADABLE, CheckpointRefused
+from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.resume import DATA, load_dir, resumes_from, same
 from miles_async.settings.errors import refusal, show
 from miles_async.settings.hub_names import revisions_in
@@ -107,7 +108,7 @@ def _now(settings: RunSettings) -> Began:
 
 def _revisions(settings: RunSettings) -> dict[str, str]:
     c, sets = settings.ckpt, settings.flat.datasets
-    held_out = [path for _, path in sets]
+    held_out = [one.path for one in eval_sets(settings)] if settings.eval.eval_config else [path for _, path in sets]
     paths = (settings.model.hf_checkpoint, c.ref_load, c.critic_load, c.opd_teacher_load, settings.rollout.prompt_data, *held_out)
     return revisions_in(*paths)
 
