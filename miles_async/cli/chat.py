@@ -41,10 +41,9 @@ async def _chat(args: argparse.Namespace) -> int:
     from actors.runtime.chat import BadChat
     from actors.runtime.run import Refused
     from bus.errors import printable
-    from miles_async.serving.answers import EngineFailed, Texts, answer
+    from miles_async.serving.answers import EngineFailed, Texts, answer, room
     from miles_async.serving.engine import engine_of
 
-    params = {"max_new_tokens": args.max_tokens or chosen.most_new, "temperature": args.temperature}
     said = list[dict[str, Any]]()
     if args.ask is None:
         where = f"step {chosen.step} of {chosen.name}" if chosen.step is not None else chosen.name
@@ -54,7 +53,9 @@ async def _chat(args: argparse.Namespace) -> int:
         async with engine_of(chosen.directory, threads=args.threads) as url, aiohttp.ClientSession() as session:
             while (asked := args.ask if args.ask is not None else await asyncio.to_thread(_line)) is not None:
                 said.append({"role": "user", "content": asked})
-                text, _, finish = await answer(session, url, texts, texts.prompt(said), params)
+                prompt = texts.prompt(said)
+                params = {"max_new_tokens": room(chosen, prompt, args.max_tokens), "temperature": args.temperature}
+                text, _, finish = await answer(session, url, texts, prompt, params)
                 print(printable(text), flush=True)
                 if finish == "length":
                     print("(cut: no room is left for more)", file=sys.stderr)

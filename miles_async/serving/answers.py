@@ -13,6 +13,7 @@ import aiohttp
 from actors.runtime.chat import Chat
 from actors.runtime.prompts import tokenizer_of
 from miles_async.serving.chosen import Chosen
+from miles_async.settings.checks import model_context
 
 Message = Mapping[str, Any]
 QUIET_S = 300.0  # between two pieces of an answer
@@ -45,6 +46,17 @@ class Texts:
     def text(self, tokens: Sequence[int]) -> str:
         """Without special tokens, such as the one that ends an answer."""
         return str(self._fast.decode(list(tokens), skip_special_tokens=True))
+
+
+def room(chosen: Chosen, prompt: Sequence[int], asked: int | None) -> int:
+    """Tokens that an answer may have: as many as are asked for, or as the run's had, in what the prompt leaves of the context.
+    Raises EngineFailed where it leaves nothing."""
+    config = json.loads((chosen.directory / "config.json").read_bytes())
+    context = model_context(config if isinstance(config, dict) else {})
+    left = context - len(prompt) if context else asked or chosen.most_new
+    if left < 1:
+        raise EngineFailed(f"{len(prompt)} tokens leave no space in a context of {context}")
+    return min(asked or chosen.most_new, left)
 
 
 def _has_template(directory: Path) -> bool:

@@ -24,7 +24,7 @@ from actors.generation.endpoint.stream import AnswerStream, head_of
 from actors.runtime.chat import BadChat
 from actors.runtime.listener import Listener, http_log
 from bus.errors import UNREADABLE
-from miles_async.serving.answers import EngineFailed, Texts, answer
+from miles_async.serving.answers import EngineFailed, Texts, answer, room
 from miles_async.serving.chosen import Chosen
 
 MOST_BYTES = 16 << 20
@@ -72,7 +72,7 @@ class Served:
         except (BadRequest, BadMessages, BadChat) as error:
             return _error(400, str(error), "invalid_request")
         except EngineFailed as error:
-            return _error(502, str(error), "engine_failed")
+            return _error(400, str(error), "engine_refused")
 
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response(text="ok")
@@ -90,7 +90,7 @@ class Served:
             raise BadRequest("logprobs and tools are not answered here; serve the directory with SGLang or vLLM for them")
         prompt = self._texts.prompt(messages)
         number, most = next(self._numbers), body.max_completion_tokens or body.max_tokens
-        params = self._params(most, body.temperature, body.top_p)
+        params = self._params(prompt, most, body.temperature, body.top_p)
         stream = AnswerStream(http, self._chosen.name, number, body, body.stops) if body.stream else None
         made = await asyncio.gather(*(self._one(prompt, params, body, index, stream) for index in range(body.n or 1)))
         n_made = sum(n for _, n, _ in made)
@@ -121,17 +121,17 @@ class Served:
             raise BadRequest(f"the body cannot be read: {error}") from error
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         prompt = self._texts.ids(body.prompt)
-        params = self._params(body.max_tokens, body.temperature, body.top_p)
+        params = self._params(prompt, body.max_tokens, body.temperature, body.top_p)
         text, n, finish = await answer(self._session, self._engine, self._texts, prompt, params, stops)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": n, "total_tokens": len(prompt) + n}
         head = head_of(self._chosen.name, next(self._numbers), "text_completion") | {"id": f"cmpl-{uuid.uuid4().hex}"}
         choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
         return web.json_response(head | {"choices": [choice], "usage": usage})
 
-    def _params(self, most: int | None, temperature: float | None, top_p: float | None) -> dict[str, Any]:
+    def _params(self, prompt: list[int], most: int | None, temperature: float | None, top_p: float | None) -> dict[str, Any]:
         """The run's own where the caller says nothing."""
         return {
-            "max_new_tokens": most or self._chosen.most_new,
+            "max_new_tokens": room(self._chosen, prompt, most),
             "temperature": self._chosen.temperature if temperature is None else temperature,
             "top_p": 1.0 if top_p is None else top_p,
         }
