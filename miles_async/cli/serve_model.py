@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 chooses a free one (default: %(default)s)")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that callers must show")
-    parser.add_argument("--engine", choices=("auto", "embedded", "sglang"), default="auto", help="(default: %(default)s)")
+    parser.add_argument("--engine", choices=("auto", "cpu", "gpu"), default="auto", help="cpu: the embedded one; gpu: SGLang")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         why = "others than this host's programs could ask, and no key is asked for"
         raise refusal("--host", args.host, why, "Add --api-key-file FILE, or leave --host out.")
     chosen = choose(args.run, args.runs_dir, args.step)
-    if args.engine == "sglang" or (args.engine == "auto" and has_gpu() and find_spec("sglang")):
+    if args.engine == "gpu" or (args.engine == "auto" and has_gpu() and find_spec("sglang")):
         return _sglang(args, chosen.directory, chosen.name, chosen.template_path)
     import asyncio
 
@@ -77,7 +77,9 @@ def _key(file: Path | None) -> str:
 def _sglang(args: argparse.Namespace, directory: Path, name: str, template: str) -> int:
     """SGLang's own server over links to the model's files: it would read the optimizer's beside them too."""
     if find_spec("sglang") is None:
-        raise refusal("--engine", "sglang", "not installed here", "Leave it out, or pip install 'miles-async[sglang]'.")
+        raise refusal(
+            "--engine", args.engine, "SGLang is not installed here", "Leave it out, or pip install 'miles-async[sglang]'."
+        )
     if args.api_key_file is not None:
         raise refusal("--api-key-file", str(args.api_key_file), "SGLang takes its key from a command line", "Serve on loopback.")
     from miles_async.serving.export import export
@@ -102,7 +104,7 @@ async def _serve(args: argparse.Namespace, chosen: "Chosen", key: str) -> int:
     from actors.runtime.chat import BadChat
     from actors.runtime.run import Refused
     from miles_async.serving.answers import Texts
-    from miles_async.serving.endpoint import Served, listening
+    from miles_async.serving.endpoint import ModelEndpoint, listening
     from miles_async.serving.engine import engine_of
 
     over = asyncio.Event()
@@ -113,7 +115,7 @@ async def _serve(args: argparse.Namespace, chosen: "Chosen", key: str) -> int:
     except (Refused, BadChat) as error:
         raise SettingsError(str(error)) from None
     async with engine_of(chosen.directory, threads=args.threads) as url, aiohttp.ClientSession() as session:
-        served = Served(chosen, texts, url, session, key)
+        served = ModelEndpoint(chosen, texts, url, session, key)
         try:
             async with listening(served, args.host, args.port) as port:
                 print(f"{chosen.directory} is served at http://{args.host}:{port}/v1 as {chosen.name}", flush=True)

@@ -71,7 +71,7 @@ def _here(one: SetSpec, settings: RunSettings) -> SetSpec:
     """With the path in the Hub's cache in place of a name of the Hub, once it was fetched (`with_models`)."""
     if not names_data(one.path):
         return one
-    from miles_async.launcher.began import read_began
+    from miles_async.launcher.began_file import read_began
     from miles_async.launcher.hub import data_paths
 
     began = read_began(settings.run_dir)

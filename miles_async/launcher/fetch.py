@@ -49,7 +49,7 @@ def _with_hub(settings: RunSettings, *, fetch: bool) -> RunSettings:
     all_data = [data, *(path for _, path in sets), *of_file]
     if not any(text and model_name(text) for text in models.values()) and not any(map(names_data, all_data)):
         return settings
-    from miles_async.launcher.began import read_began
+    from miles_async.launcher.began_file import read_began
     from miles_async.launcher.hub import data_paths, model_path
 
     began = read_began(settings.run_dir)

@@ -41,7 +41,7 @@ class TextBody(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
 
 
-class Served:
+class ModelEndpoint:
     """One model behind the interface. `key`: what callers must show; empty = nothing."""
 
     def __init__(self, chosen: Chosen, texts: Texts, engine: str, session: aiohttp.ClientSession, key: str = "") -> None:
@@ -138,7 +138,7 @@ class Served:
 
 
 @asynccontextmanager
-async def listening(served: Served, host: str, port: int) -> AsyncIterator[int]:
+async def listening(served: ModelEndpoint, host: str, port: int) -> AsyncIterator[int]:
     """The port at which it answers. OSError where that is taken."""
     runner = web.AppRunner(served.app(), access_log=None, shutdown_timeout=END_S, logger=http_log(), handler_cancellation=True)
     await runner.setup()

@@ -1,4 +1,4 @@
-"""After a run: its checkpoint answers by `chat` and, to OpenAI's own client, by `serve-model`; `export` writes it as a plain model."""
+"""After a run: its checkpoint answers by `chat` and, to OpenAI's client, by `serve-model`; `export` writes it as a plain model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_an_export_is_the_model_alone_and_chat_says_what_transformers_says_with_
 def test_openais_client_talks_to_a_served_run_whole_and_as_a_stream(tmp_path: Path) -> None:
     run_with(tmp_path, 5)
     (tmp_path / "key").write_text("secret\n")
-    words = ["serve-model", "one", "--port", "0", "--threads", "1", "--engine", "embedded", "--api-key-file", "key"]
+    words = ["serve-model", "one", "--port", "0", "--threads", "1", "--engine", "cpu", "--api-key-file", "key"]
     process = subprocess.Popen(
         [sys.executable, "-m", "miles_async", *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
