@@ -132,7 +132,11 @@ def tokenizer_of(directory: str) -> Any:
     """The model's fast tokenizer, as the library `tokenizers` has it."""
     from tokenizers import Tokenizer as FastTokenizer
 
-    return FastTokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+    file = Path(directory) / "tokenizer.json"
+    try:
+        return FastTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise Refused(f"{file} is no tokenizer ({str(error).splitlines()[0][:200]}). Download it again.") from error
 
 
 def decoder_of(model_dir: str) -> Callable[[Sequence[int]], str]:

@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from actors.runtime.run import Refused
+from actors.runtime.refusals import Refused
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 TABLES = (".parquet", ".arrow")  # whose rows all have the same keys
@@ -365,4 +365,4 @@ def _counted(file: Path, size: int, mtime_ns: int) -> int:
     try:
         return int(read_metadata(file).num_rows)
     except (pyarrow.ArrowInvalid, OSError):
-        raise BadData(f"{file} is not a Parquet file") from None
+        raise BadData(f"{file} is not a Parquet file", "Download or write it again.") from None

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
+from actors.runtime.refusals import Refused
 from actors.runtime.rows import BadData
-from actors.runtime.run import Refused
 from bus.messages.samples import Picture
 
 if TYPE_CHECKING:  # the launcher reads prompts, and loads no numpy

@@ -33,6 +33,9 @@ def run(args: argparse.Namespace) -> int:
         raise SettingsError("merge takes BASE ADAPTER MODEL, the others SOURCE TARGET", remedy="Nothing was converted.")
     if args.direction == "merge":
         return _merge(args)
+    if not args.source.is_dir():  # before Megatron is loaded, which takes long
+        why = f"{args.source}: no such directory (looked in {Path.cwd()})"
+        raise SettingsError(why, remedy="Give a model's directory, or the parent of checkpoints. Nothing was converted.")
     try:
         from actors.trainer.megatron_backend import convert
     except ModuleNotFoundError as error:

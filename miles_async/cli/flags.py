@@ -31,6 +31,36 @@ from miles_async.settings.miles import (
 WIDTH, INDENT = 110, 42
 SAYS_WHETHER = ("true", "false", "yes", "no", "on", "off", "1", "0")
 ALIKE = 0.75  # of a misspelt flag and the one that is meant; less names flags of another thing
+PEERS = {
+    "--lr": "learning-rate actor-lr",
+    "--num-rollout": "max-steps total-training-steps",
+    "--num-epoch": "num-train-epochs total-epochs epochs",
+    "--micro-batch-size": "per-device-train-batch-size",
+    "--rollout-batch-size": "train-batch-size batch-size",
+    "--global-batch-size": "gradient-accumulation-steps ppo-mini-batch-size",
+    "--n-samples-per-prompt": "num-generations n-samples group-size",
+    "--hf-checkpoint": "model model-path model-name-or-path pretrain",
+    "--prompt-data": "data dataset dataset-name train-files",
+    "--eval-prompt-data": "val-files eval-dataset",
+    "--rollout-max-response-len": "max-completion-length max-response-length max-new-tokens max-tokens",
+    "--rollout-max-prompt-len": "max-prompt-length",
+    "--rollout-temperature": "temperature",
+    "--kl-loss-coef": "beta",
+    "--eps-clip": "epsilon clip-ratio",
+    "--custom-rm-path": "reward-funcs reward reward-fn",
+    "--save": "output-dir default-local-dir",
+    "--save-interval": "save-steps save-freq",
+    "--eval-interval": "eval-steps test-freq",
+    "--lr-warmup-fraction": "warmup-ratio",
+    "--lr-warmup-iters": "warmup-steps",
+    "--clip-grad": "max-grad-norm",
+    "--lora-rank": "lora-r use-peft",
+    "--name": "run-name experiment-name",
+    "--use-wandb": "report-to logger",
+    "--max-weight-staleness": "max-async-level staleness",
+    "--advantage-estimator": "algorithm adv-estimator",
+}
+"""Flag -> what TRL, verl and their kind call it: no other names of it, but what is meant."""
 METAVARS = {"int": "INT", "float": "NUMBER", "str": "TEXT"}
 
 
@@ -167,7 +197,8 @@ def _flag_value(word: str, rest: Iterator[str], switches: frozenset[str]) -> Fla
         words = (inline,) if equals else tuple(_all_words(rest))
         return FlagValue(names()[passed[0]], words, flag)
     if flag not in _flags():
-        close = nearest(flag, [*_flags(), *switches], cutoff=ALIKE) or "See train --help."
+        peer = next((f"Did you mean {ours}?" for ours, words in PEERS.items() if flag[2:].replace("_", "-") in words.split()), "")
+        close = peer or nearest(flag, [*_flags(), *switches], cutoff=ALIKE) or "See train --help."
         raise SettingsError(f"{flag} is not a flag", remedy=close)
     spec, positive = _flags()[flag]
     if spec.kind == "bool":

@@ -12,18 +12,19 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from actors.trainer.checkpoint import write_durably
-from bus.errors import UNREADABLE, CheckpointRefused
+from bus.errors import CheckpointRefused
+from miles_async.launcher.began_file import FILE, Began
+from miles_async.launcher.began_file import read_began as read_began
+from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.resume import DATA, load_dir, resumes_from, same
 from miles_async.settings.errors import refusal, show
 from miles_async.settings.hub_names import revisions_in
 from miles_async.settings.run import RunSettings
 
-FILE = "began.json"
 PIECES, PIECE_BYTES = 16, 4096  # of each file of weights: enough to tell two models of one shape apart
 KEPT = {
     "model": ("hf_checkpoint", "critic_load"),
@@ -35,16 +36,6 @@ KEPT = {
 }  # fmt: skip
 """Settings that a run keeps, by what they make of it."""
 PATHS = ("hf_checkpoint", "chat_template_path")  # what lies there counts, not where it lies
-
-
-class Began(msgspec.Struct, frozen=True, kw_only=True):
-    """`since`: seconds since 1970. `values`: of the settings in KEPT. `contents`: digests of what lay under paths, by KEPT's names;
-    empty = not there to be looked at. `revisions`: of what came from the Hub."""
-
-    since: float
-    values: dict[str, Any]
-    contents: dict[str, str]
-    revisions: dict[str, str] = {}
 
 
 def check_began(settings: RunSettings) -> None:
@@ -91,14 +82,6 @@ def keep_began(settings: RunSettings) -> None:
             write_durably(folder / FILE, body)
 
 
-def read_began(folder: Path) -> Began | None:
-    """None where a run never began, or one of an earlier release."""
-    try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=Began)
-    except (OSError, *UNREADABLE):
-        return None
-
-
 def _now(settings: RunSettings) -> Began:
     values = settings.flat.values
     kept = {name: values[name] for names in KEPT.values() for name in names}
@@ -107,7 +90,7 @@ def _now(settings: RunSettings) -> Began:
 
 def _revisions(settings: RunSettings) -> dict[str, str]:
     c, sets = settings.ckpt, settings.flat.datasets
-    held_out = [path for _, path in sets]
+    held_out = [one.path for one in eval_sets(settings)] if settings.eval.eval_config else [path for _, path in sets]
     paths = (settings.model.hf_checkpoint, c.ref_load, c.critic_load, c.opd_teacher_load, settings.rollout.prompt_data, *held_out)
     return revisions_in(*paths)
 

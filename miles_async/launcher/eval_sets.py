@@ -13,6 +13,7 @@ from actors.evaluator.schedule import Issued, is_under_way
 from bus import Bus
 from miles_async.settings.custom_config import read_document
 from miles_async.settings.errors import SettingsError, nearest
+from miles_async.settings.hub_names import names_data
 from miles_async.settings.run import RunSettings
 
 
@@ -58,12 +59,24 @@ def eval_sets(settings: RunSettings) -> list[SetSpec]:
     if e.eval_config is None:
         return [msgspec.convert(base | {"name": name, "path": path}, SetSpec) for name, path in settings.flat.datasets]
     defaults, tables = _read(e.eval_config)
-    found = [_one(base | defaults | table, e.eval_config) for table in tables]
+    found = [_here(_one(base | defaults | table, e.eval_config), settings) for table in tables]
     names = [one.name for one in found]
     if not found or len(set(names)) < len(names):
         why = "two data sets have one name" if found else "it names no data set"
         raise settings.flat.refusal("eval_config", why, "Give each its own name under eval.datasets.")
     return found
+
+
+def _here(one: SetSpec, settings: RunSettings) -> SetSpec:
+    """With the path in the Hub's cache in place of a name of the Hub, once it was fetched (`with_models`)."""
+    if not names_data(one.path):
+        return one
+    from miles_async.launcher.began_file import read_began
+    from miles_async.launcher.hub import data_paths
+
+    began = read_began(settings.run_dir)
+    path = data_paths(one.path, "eval_config", began.revisions if began else {}, fetch=False)
+    return msgspec.structs.replace(one, path=path)
 
 
 async def is_evaluating(bus: Bus) -> bool:
@@ -81,17 +94,23 @@ def _one(given: dict[str, Any], file: str) -> SetSpec:
     try:
         return msgspec.convert(given, SetSpec)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{where}: {error}", field="eval_config", value=file) from None
+        remedy = "Each of eval.datasets has name and path; what else it may have is in docs/data.md."
+        raise SettingsError(f"{where}: {error}", field="eval_config", value=file, remedy=remedy) from None
 
 
 def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Defaults and tables of a file {eval: {defaults, datasets: []}}, TOML or YAML."""
     try:
         found = read_document(Path(file))
+    except FileNotFoundError:
+        why = f"no such file (looked in {Path.cwd()})"
+        raise SettingsError(why, field="eval_config", value=file, remedy="Give a TOML or YAML file.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot be read: {error}", field="eval_config", value=file) from None
+        why = f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
+        raise SettingsError(why, field="eval_config", value=file, remedy="Give a TOML or YAML file.") from None
     except (ImportError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise SettingsError(f"neither TOML (.toml) nor YAML: {error}", field="eval_config", value=file) from None
+        why = f"neither TOML (.toml) nor YAML: {error}"
+        raise SettingsError(why, field="eval_config", value=file, remedy="Correct it.") from None
     table = found.get("eval", found) if isinstance(found, Mapping) else None
     defaults = table.get("defaults") or {} if isinstance(table, Mapping) else None
     tables = table.get("datasets") or [] if isinstance(table, Mapping) else None

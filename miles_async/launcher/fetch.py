@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from miles_async.launcher.eval_sets import eval_sets
 from miles_async.quickstart.fetched import FETCHED, check_can_be_fetched, directory_of, fetch, is_there
 from miles_async.settings.errors import Refusals, SettingsError
 from miles_async.settings.groups.model import BUILTIN_PREFIX
@@ -44,24 +45,26 @@ def _with_hub(settings: RunSettings, *, fetch: bool) -> RunSettings:
     model, ckpt, rollout, held_out = settings.model, settings.ckpt, settings.rollout, settings.eval
     models = {field: getattr(ckpt, field) for field in ALSO} | {"hf_checkpoint": model.hf_checkpoint}
     data = rollout.prompt_data if rollout.data_source_path is None else ""
-    sets = settings.flat.datasets
-    if not any(text and model_name(text) for text in models.values()) and not any(map(names_data, [data, *(p for _, p in sets)])):
+    sets, of_file = settings.flat.datasets, _of_file(settings)
+    all_data = [data, *(path for _, path in sets), *of_file]
+    if not any(text and model_name(text) for text in models.values()) and not any(map(names_data, all_data)):
         return settings
-    from miles_async.launcher.began import read_began
+    from miles_async.launcher.began_file import read_began
     from miles_async.launcher.hub import data_paths, model_path
 
     began = read_began(settings.run_dir)
     kept, refused = began.revisions if began else {}, Refusals()
-    found = {
-        field: refused.attempt(model_path, text, field, kept, fetch=fetch) or text if text else text
-        for field, text in models.items()
-    }
+    asked = {text: field for field, text in models.items() if text}  # what several fields name is fetched, and refused, once
+    paths = {text: refused.attempt(model_path, text, field, kept, fetch=fetch) or text for text, field in asked.items()}
+    found = {field: paths[text] if text else text for field, text in models.items()}
     prompts = (refused.attempt(data_paths, data, "prompt_data", kept, fetch=fetch) or data) if data else rollout.prompt_data
     pairs = tuple(
         word
         for name, path in sets
         for word in (name, refused.attempt(data_paths, path, "eval_prompt_data", kept, fetch=fetch) or path)
     )
+    for path in of_file:  # into the cache, where `eval_sets` finds it
+        refused.attempt(data_paths, path, "eval_config", kept, fetch=fetch)
     refused.raise_all()
     return msgspec.structs.replace(
         settings,
@@ -70,6 +73,16 @@ def _with_hub(settings: RunSettings, *, fetch: bool) -> RunSettings:
         rollout=msgspec.structs.replace(rollout, prompt_data=prompts),
         eval=msgspec.structs.replace(held_out, eval_prompt_data=pairs) if sets else held_out,
     )
+
+
+def _of_file(settings: RunSettings) -> list[str]:
+    """Data of --eval-config that is still to come from the Hub."""
+    if settings.eval.eval_config is None:
+        return []
+    try:
+        return [one.path for one in eval_sets(settings) if names_data(one.path)]
+    except SettingsError:  # refused by who reads the file for good
+        return []
 
 
 def still_to_fetch(settings: RunSettings) -> str:

@@ -13,17 +13,17 @@ from typing import Any
 from actors.reward.rules import MATH_RULES, readable_label
 from actors.runtime.confine import NO_LANDLOCK, lacking
 from actors.runtime.parts import BadRow, parts_of
+from actors.runtime.refusals import Refused
 from actors.runtime.rows import BadData, PlacedRow, count, image_key, read, sources_of, value_at
-from actors.runtime.run import Refused
 from actors.runtime.vision import FAMILIES, family_of
 from miles_async.launcher.eval_sets import eval_sets
 from miles_async.launcher.fetch import still_to_fetch, with_models
 from miles_async.launcher.lora import check_lora
-from miles_async.launcher.quick import check_files, check_gpu
-from miles_async.settings.checks import check_model, check_trackers, model_context
+from miles_async.launcher.quick import check_files, check_goes_on, check_gpu, check_weights_there
+from miles_async.settings.checks import check_model, check_run_dir, check_trackers, model_context
 from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
 from miles_async.settings.functions import SCORE, scores_itself
-from miles_async.settings.hub_names import names_data
+from miles_async.settings.hub_names import model_name, names_data
 from miles_async.settings.programs import check_programs
 from miles_async.settings.run import RunSettings
 
@@ -78,6 +78,7 @@ def few_prompts(settings: RunSettings, found: Preflight) -> tuple[str, ...]:
     """A note where a batch holds a prompt more than once."""
     rows, batch = found.prompts.rows, settings.rollout.rollout_batch_size
     told = f"{settings.rollout.prompt_data} has {rows} prompts for batches of {batch}: a batch holds some of them more than once"
+    told += f" (the data is repeated, as in every epoch; more data or --rollout-batch-size {rows} ends that)"
     return (told,) if 0 < rows < batch else ()
 
 
@@ -85,8 +86,13 @@ def check_quickly(settings: RunSettings, refused: Refusals) -> None:
     """What can be told without a library: paths, columns, labels, headers of weights, functions' files, GPUs. Adds to `refused`;
     nothing is printed, made or fetched."""
     settings = refused.attempt(with_models, settings, dry_run=True) or settings
-    _quickly(settings, refused, dry_run=True)
+    config, _, _ = _quickly(settings, refused, dry_run=True)
     refused.attempt(check_gpu, settings)
+    refused.attempt(check_run_dir, settings)
+    if config:
+        refused.attempt(check_weights_there, settings)
+    if not refused.found and not (model_name(settings.model.hf_checkpoint) or names_data(settings.rollout.prompt_data)):
+        refused.attempt(check_goes_on, settings)  # what is still to be fetched is compared when it was
 
 
 def _quickly(
@@ -166,7 +172,7 @@ def check_labels(settings: RunSettings, prompts: DataInfo) -> tuple[str, ...]:
     r, s = settings.rollout, settings.flat
     theirs = s.supervised or s.reads_labels
     if r.rm_type is None and not scores_itself(s) and not s.supervised:
-        return _rules_named(settings, prompts)
+        return _rules_named(settings, prompts) if r.metadata_key is not None else ()  # without one it is refused
     if theirs or str(r.rm_type).removeprefix("boxed_") not in COMPARE or not prompts.head:
         return ()
     if r.label_key is None:

@@ -85,8 +85,8 @@ def check_host(settings: RunSettings) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
     run_dir = settings.run_dir
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir) as probe:
+        there = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=there) as probe:  # nothing is made for a start that is refused after this
             probe.write(b"\0")
     except OSError as error:
         why = f"cannot write to {run_dir.absolute()}: {(error.strerror or str(error)).lower()}"
@@ -217,7 +217,8 @@ def token_counter(settings: RunSettings, directory: Path) -> Callable[[Any, Sequ
     try:
         tokenizer = Tokenizer.of(training_data(settings, str(directory)))
     except Refused as error:
-        raise SettingsError(str(error), field="apply_chat_template", value=True) from None
+        named = ("apply_chat_template", True) if settings.rollout.apply_chat_template else ("hf_checkpoint", str(directory))
+        raise SettingsError(str(error), field=named[0], value=named[1]) from None
     return lambda prompt, tools: len(tokenizer.encode(prompt, tools)[1])
 
 

@@ -106,14 +106,18 @@ def check_checkpoint_dir(text: str, field: str, needed: Collection[str] = CHECKP
     return config | {k: v for k, v in inner.items() if k != "model_type"} if isinstance(inner, dict) else config
 
 
+REMEDY = "Correct it, or download the model again."
+
+
 def table_in(file: Path, field: str) -> dict[str, Any]:
     """A JSON object of a model directory."""
     try:
         found = parsed(json.loads, file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{file.name} cannot be read: {error}", field=field, value=str(file.parent)) from None
+        why = f"{file.name} cannot be read: {error}"
+        raise SettingsError(why, field=field, value=str(file.parent), remedy=REMEDY) from None
     if not isinstance(found, dict):
-        raise SettingsError(f"{file.name} is not a JSON object", field=field, value=str(file.parent))
+        raise SettingsError(f"{file.name} is not a JSON object", field=field, value=str(file.parent), remedy=REMEDY)
     return found
 
 

@@ -44,7 +44,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     done = train("", "--runs-dir", str(tmp_path / "taken"), cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert f"cannot write to {tmp_path / 'taken' / 'quickstart'}" in done.stderr and "--runs-dir" in done.stderr
+    assert f"{tmp_path / 'taken'} is a file, not a folder" in done.stderr and "--runs-dir" in done.stderr
 
 
 def test_weights_go_elsewhere_when_shared_memory_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_where_no_setting_names_a_rule_the_rows_must(tmp_path):
     [note] = preflight(rows({"rm_type": "math"}, '{"rm_type": "math"}', {})).notes
     assert note.startswith("1 of the first 3 rows of") and "name no rule" in note
     assert preflight(rows({"rm_type": "math"})).notes == ()
-    assert preflight(make(path, rm_type=None, metadata_key="m", custom_agent_function_path="a.b")).notes == ()
+    assert preflight(make(path, rm_type=None, metadata_key="m", custom_agent_function_path="json.loads")).notes == ()
 
 
 def test_good_input_passes_and_tells_what_it_found(data, model):
