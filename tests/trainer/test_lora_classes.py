@@ -22,7 +22,7 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import StepBatch
 from actors.trainer.lora.adapters import AdaptedGeneric
 from actors.trainer.torch_backend import TorchBackend
-from tests.trainer.causal_classes import make_causal
+from scripts.bench.causal_classes import make_causal
 from tests.trainer.conftest import backend_config, files_of, published, saved, served
 
 Batch = Callable[..., StepBatch]
