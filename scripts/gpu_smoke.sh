@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The quickstart task end to end on a GPU: SGLang generates, the torch trainer learns. About four minutes, no network.
+# The quickstart task (SMOKE_CONFIG=lora: with adapters) end to end on a GPU: SGLang generates, the torch trainer learns. About four minutes, no network.
 #
 #   scripts/gpu_smoke.sh OUT [miles-async train flags]
 #
@@ -28,7 +28,7 @@ server=(
 )
 began=$(date +%s)
 status=0
-timeout "${SMOKE_DEADLINE_S:-540}" "$PYTHON" -m miles_async train configs/quickstart.toml --name "$name" --runs-dir "$out/runs" \
+timeout "${SMOKE_DEADLINE_S:-540}" "$PYTHON" -m miles_async train "configs/${SMOKE_CONFIG:-quickstart}.toml" --name "$name" --runs-dir "$out/runs" \
     --console plain --no-report --num-rollout "${SMOKE_STEPS:-30}" --num-generation-workers 1 --use-router \
     "${server[@]}" "$@" 2>&1 | tee "$out/smoke.log" || status=$?
 "$PYTHON" - "$out" "$name" "$status" "$(($(date +%s) - began))" <<'PY'

@@ -75,6 +75,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "tie_word_embeddings": True,
     },
+    "8b": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ earlier commit that has this script (`git archive COMMIT | tar -x -C DIR`): the 
 
 FLOPs of a step over T tokens, N parameters (a tied embedding once), samples of L_i tokens, H heads of size D, l layers:
     6 N T + 6 l H D sum(L_i^2)            (causal attention: half of 12 l H D L^2)
+With LoRA frozen parameters count 4 T (forward, and backward to activations).
 `mfu` divides by 989 TFLOP/s (dense bf16 of an H100 or H200). `mfu_exact` counts the vocabulary matrix for response tokens only.
 """
 
@@ -50,6 +51,20 @@ def cases(a: argparse.Namespace) -> list[dict[str, Any]]:
         {"name": "eager", "shape": first, "lengths": [EQUAL], "settings": {"compile": "off"}},
         {"name": "recomputed", "shape": first, "lengths": [VARIED], "settings": {"gradient_checkpointing": True}},
     ]
+    lora = {"lora_rank": 32, "lora_alpha": 64, "target_modules": "all-linear"}
+    for shape in filter(None, (first, large)):
+        again = {"gradient_checkpointing": shape == "4b"}  # 80 GiB hold the 4b shape so alone, whoever computes it
+        found += [
+            {"name": f"lora-{shape}", "shape": shape, "lengths": [EQUAL], "settings": lora},
+            {"name": f"class-{shape}", "shape": shape, "lengths": [EQUAL, VARIED], "parts": 2, "steps": 3,
+             "settings": {"model_implementation": "transformers"} | again},
+            {"name": f"own-{shape}", "shape": shape, "lengths": [EQUAL, VARIED], "parts": 2, "steps": 3,
+             "settings": again},
+        ]  # fmt: skip
+    if large:
+        found.append(
+            {"name": "lora-8b", "shape": "8b", "lengths": [EQUAL], "tokens": 8192, "settings": lora, "parts": 2, "steps": 3}
+        )
     if large and a.before:
         again = {"gradient_checkpointing": True}
         found.append({"name": f"before-{large}", "shape": large, "lengths": [EQUAL], "code": a.before, "settings": again})
@@ -59,8 +74,7 @@ def cases(a: argparse.Namespace) -> list[dict[str, Any]]:
             settings = {"gradient_checkpointing": True, "fsdp_shard": shared}
             found.append({"name": f"two-ranks-{shared}", "shape": first, "lengths": [EQUAL], "ranks": 2, "parts": 16,
                           "settings": settings})  # fmt: skip
-    for case in found:
-        case |= {"device": a.device, "tokens": a.tokens}
+    found = [{"device": a.device, "tokens": a.tokens} | case for case in found]
     return [case for case in found if not a.only or case["name"] in a.only]
 
 
@@ -234,11 +248,13 @@ def stepped(backend: Any, batch: Any, found: dict[str, Any]) -> dict[str, float]
 def flops(config: Any, core: Any, batch: Any) -> tuple[float, float]:
     """Of a step: (6 N T + attention, the same with the vocabulary matrix for response tokens only)."""
     lengths = [len(s.prompt_tokens) + len(s.response_tokens) for s in batch.samples]
-    n = sum(p.numel() for p in core.weights.params.values())
+    trained = sum(p.numel() for p in core.weights.params.values())
+    frozen = sum(p.numel() for p in core.policy.parameters() if not p.requires_grad)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     squares = 6 * config.num_hidden_layers * config.num_attention_heads * size * sum(x * x for x in lengths)
-    head = 6 * config.vocab_size * config.hidden_size * sum(len(s.prompt_tokens) for s in batch.samples)
-    plain = 6 * n * sum(lengths) + squares
+    times = 4 if frozen else 6
+    head = times * config.vocab_size * config.hidden_size * sum(len(s.prompt_tokens) for s in batch.samples)
+    plain = (6 * trained + 4 * frozen) * sum(lengths) + squares
     return plain, plain - head
 
 

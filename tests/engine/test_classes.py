@@ -17,7 +17,7 @@ from actors.generation.engines.embedded.decoders import open_decoder
 from actors.generation.engines.embedded.memory import WEIGHTS, Occupation
 from actors.generation.engines.embedded.request import Request
 from actors.generation.engines.embedded.weights import checksums, load_tensors, load_weights
-from tests.trainer.causal_classes import make_causal
+from scripts.bench.causal_classes import make_causal
 
 FAMILIES = ("gpt2", "mixtral", "qwen3_next", "gemma3_text")
 

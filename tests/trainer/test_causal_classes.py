@@ -24,7 +24,7 @@ from actors.trainer.torch_backend.layout import PackedBatch
 from actors.trainer.torch_backend.model import load_policy
 from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.ranks import Ranks
-from tests.trainer.causal_classes import CLASSES, make_causal
+from scripts.bench.causal_classes import CLASSES, make_causal
 from tests.trainer.conftest import SHAPE, backend_config, files_of, saved, served
 
 CPU = torch.device("cpu")

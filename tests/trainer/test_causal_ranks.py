@@ -12,7 +12,7 @@ from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend
 from actors.trainer.torch_backend.implementations.generic import GenericPolicy
 from actors.trainer.torch_backend.implementations.kind import SampleFeed
-from tests.trainer.causal_classes import make_causal
+from scripts.bench.causal_classes import make_causal
 from tests.trainer.conftest import backend_config, files_of, served
 
 pytestmark = pytest.mark.timeout(120)  # the first of them starts a process that loads torch

@@ -1,4 +1,4 @@
-"""Causal classes of the installed transformers that are held to train, and tiny random models of them."""
+"""Causal classes of the installed transformers that are held to train, and small random models of them."""
 
 from __future__ import annotations
 
@@ -98,14 +98,28 @@ CLASSES = (
     *("olmo2", "olmoe", "opt", "phi3", "qwen2_moe", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "smollm3"),
 )
 """model_type of the classes that are measured."""
+WIDTHS = (
+    "vocab_size", "hidden_size", "n_embd", "d_model", "head_dim", "intermediate_size", "ffn_dim", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+    "rotary_dim", "linear_key_head_dim", "linear_value_head_dim", "mamba_d_state", "mamba_d_head", "mamba_d_ssm",
+    "mamba_head_dim", "mamba_dt_rank", "state_size", "ssm_state_size", "time_step_rank", "word_embed_proj_dim",
+    "attention_hidden_size", "lru_width", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
+)  # fmt: skip
+"""What `wider` makes wider."""
 
 
-def tiny_config(family: str) -> Any:
-    """A config of this model_type with few and small layers."""
+def tiny_config(family: str, wider: int = 1, deeper: int = 1) -> Any:
+    """A config of this model_type with few and small layers; `wider` and `deeper`: factors of widths and of layers."""
     kind = CONFIG_MAPPING[family]
     named = kind().to_dict()
     given = {name: value for name, value in SIZES.items() if name in named and (named[name] is not None or "token_id" in name)}
-    return kind(**{**given, **OWN.get(family, {})})
+    given |= OWN.get(family, {})
+    for name, value in given.items():
+        if name in WIDTHS:
+            given[name] = value * wider
+        elif name.endswith("layers") or name in ("n_layer", "layer_types"):
+            given[name] = value * deeper
+    return kind(**given)
 
 
 def make_causal(family: str, directory: Path, seed: int = 0) -> None:
