@@ -1,5 +1,4 @@
-"""Causal classes of the installed transformers on one GPU in bfloat16: their proof, two steps, and how far several samples lie from
-single ones.
+"""Causal classes of the installed transformers on one GPU in bfloat16: their proof and two steps.
 
     python -m scripts.bench gpu_families --out DIR [--only FAMILY ...] [--budget-s 300]
     python -m scripts.bench gpu_families --out DIR --device cpu --wider 1 --deeper 1        a rehearsal
