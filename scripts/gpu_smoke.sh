@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The quickstart task (SMOKE_CONFIG=lora: with adapters) end to end on a GPU: SGLang generates, the torch trainer learns. About four minutes, no network.
+# The quickstart task (SMOKE_CONFIG=lora: with adapters) end to end on a GPU, about four minutes, no network: SGLang
+# generates, the torch trainer learns.
 #
 #   scripts/gpu_smoke.sh OUT [miles-async train flags]
 #

@@ -57,7 +57,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("convert", "miles_async.cli.convert", "Convert a model between Hugging Face and Megatron's torch_dist format."),
     Command("ray", "miles_async.cli.ray", "Start a run as a job on a Ray cluster."),
     Command("completion", "miles_async.cli.completion", "Make a shell complete all this: bash, zsh or fish."),
-    Command("stop", "miles_async.cli.stop", "Ask a run to stop; the same train command resumes it."),
+    Command("stop", "miles_async.cli.stop", "Ask a run to stop; the same train command with its name resumes it."),
 )
 
 

@@ -1,5 +1,5 @@
 """Ask a run to stop: running samples are parked, a last checkpoint is written, actors end, with or without a launcher, from
-any host that reaches its bus. The same train command resumes it. Returns when it has stopped or when the time is up."""
+any host that reaches its bus. The same train command resumes it by its name. Returns when it has stopped or when the time is up."""
 
 import argparse
 import asyncio
@@ -89,7 +89,7 @@ async def _wait(ref: RunRef, name: str, pid: int | None, wait_s: float) -> int:
                     os.kill(actor, signal.SIGTERM)
         if not alive and (heard or ref.run_dir is not None):
             await asyncio.to_thread(_clear, ref)
-            print(f"{name} has stopped. The same miles-async train command resumes it.")
+            print(f"{name} has stopped. The same miles-async train command with --name {name} resumes it.")
             return 0
         if loop.time() > until:
             break

@@ -160,8 +160,8 @@ def _gone(ref: RunRef, why: str) -> str:
     if (done := finished_run(ref.run_dir)) is not None:
         return f"run {ref.run} has finished, with step {done.finished}. A higher --num-rollout continues it.{read}"
     return (
-        f"run {ref.run} is not running: no bus at {where} ({why}). The same miles-async train command resumes it, with what you "
-        f"change in it.{read}"
+        f"run {ref.run} is not running: no bus at {where} ({why}). The same miles-async train command with --name {ref.run} "
+        f"resumes it, with what you change in it.{read}"
     )
 
 

@@ -77,7 +77,7 @@ def test_a_closed_terminal_ends_the_view_and_a_killed_launcher_the_restarts_and_
     until("the doctor to miss the launcher", lambda: "error    no launcher: pid" in run.command("doctor").stdout)
     stopped = run.command("stop", "--wait", "60")
     assert stopped.returncode == 0, stopped.stderr
-    assert stopped.stdout.strip() == "r has stopped. The same miles-async train command resumes it."
+    assert stopped.stdout.strip() == "r has stopped. The same miles-async train command with --name r resumes it."
     assert not run.processes()
     assert not Path(run.dir / "redis.sock").exists() or subprocess.call(["pgrep", "-F", run.dir / "redis" / "redis.pid"]) == 1
     assert_ended_run_can_be_asked(run)

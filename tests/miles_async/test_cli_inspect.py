@@ -283,7 +283,7 @@ def test_a_run_that_has_ended_is_told_in_one_line_with_the_remedy(run, tmp_path,
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert "is not running" in err
-    assert "The same miles-async train command resumes it" in err
+    assert "The same miles-async train command with --name" in err
 
 
 def test_a_bus_url_alone_finds_its_run_or_asks_which(redis_url, whole, capsys):

@@ -317,7 +317,10 @@ def test_stop_without_a_launcher_here_waits_for_the_actors(whole):
 
     whole.tell(all_stopped)
     status, out, err = whole.ask("stop", "--wait", "5")
-    assert (status, out) == (0, f"{whole.name} has stopped. The same miles-async train command resumes it.\n")
+    assert (status, out) == (
+        0,
+        f"{whole.name} has stopped. The same miles-async train command with --name {whole.name} resumes it.\n",
+    )
     assert "no launcher of it on this host" in err
     _, _, err = whole.ask("stop", "--wait", "5", "--bus-url", whole.url, "--run", whole.name)
     assert "its launcher and actors were asked to stop" in err, "by its address alone it is not known where that is"

@@ -105,7 +105,11 @@ def _why(snapshot: Snapshot, history: History, word: DoctorWord, ended: bool) ->
     """Why the trainer waits, or that it does not: the doctor's sentence, and what its time went into lately."""
     if ended:
         done = snapshot.policy.finished or history.finished
-        text = "This run has finished." if done else "This run is not running. The same miles-async train command resumes it."
+        text = (
+            "This run has finished."
+            if done
+            else "This run is not running. The same miles-async train command, with its --name, resumes it."
+        )
         return {"text": text, "lately": "", "waits": False}
     wait, train, publish = shares(history.steps[-RECENT:])
     lately = f"Of the last steps' time it waited {wait:.0%}, trained {train:.0%}, published and saved {publish:.0%}."
