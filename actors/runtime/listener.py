@@ -2,8 +2,8 @@
 
 Owns   the listening socket, and every connection that has not shown a key yet
 Always true: a connection stands open without a key for at most `within_s`; where more than `most` do, each new one ends the oldest,
-unless that came within GRACE_S: hundreds of callers that have a key connect at once, and show it a moment later. Once a connection
-is admitted nothing stands between it and the server any more.
+unless that came within GRACE_S: hundreds of callers that have a key connect at once, and show it a moment later. What a connection
+has sent is read before it is ended, however long the loop stood. Once one is admitted nothing stands between it and the server.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 MOST = 32  # callers without a key; a worker of 256 open files has room for them
 GRACE_S = 2.0  # in which the headers of a caller that has a key are here
 WITHIN_S = 10.0  # from a connection to a key: a request's headers, and their way here
+TURNS = 32  # of the loop, before a connection is ended: in them a request that has come is read, and its key looked at
 AT_ONCE_BYTES = 2048  # of a caller without a key: 256 kB hold thousands of requests, and the loop while they are read
 _Ended = Callable[[], object]
 
@@ -72,11 +73,11 @@ class Listener:
     def took(self, stranger: _Stranger, transport: asyncio.Transport) -> float:
         """A connection has begun; how long it may go without a key."""
         now = asyncio.get_running_loop().time()
-        while len(self._strangers) >= self._most:
-            oldest = next(iter(self._strangers.values()))
+        staying = [other for other in self._strangers.values() if not other.leaving]
+        for oldest in staying[: max(0, len(staying) + 1 - self._most)]:
             if now - oldest.since < self._grace_s:
                 break
-            self.turn_away(oldest)
+            oldest.leave()
         stranger.since = now
         self._strangers[transport] = stranger
         return self._within_s
@@ -86,6 +87,10 @@ class Listener:
         self.forget(stranger)
         self._ended()
         stranger.end()
+
+    def knows(self, stranger: _Stranger) -> bool:
+        """Whether it stands open without a key."""
+        return stranger.transport in self._strangers
 
     def forget(self, stranger: _Stranger) -> None:
         """It has ended."""
@@ -99,21 +104,32 @@ class _Stranger(asyncio.BufferedProtocol):
 
     def __init__(self, listener: Listener, server: asyncio.Protocol) -> None:
         self._listener, self._to = listener, server
-        self._late: asyncio.TimerHandle | None = None
+        self._late: asyncio.TimerHandle | None = None  # cancelled so that it keeps no connection in memory that is done
         self.transport: asyncio.Transport | None = None
         self.since = 0.0
+        self.leaving = False
         self._buffer = bytearray(AT_ONCE_BYTES)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods alone
         within_s = self._listener.took(self, self.transport)
-        self._late = asyncio.get_running_loop().call_later(within_s, self._listener.turn_away, self)
+        self._late = asyncio.get_running_loop().call_later(within_s, self.leave)
         self._to.connection_made(transport)
 
     def admitted(self) -> None:
         assert self.transport is not None and self._late is not None
         self._late.cancel()
         self.transport.set_protocol(self._to)
+
+    def leave(self, turns: int = TURNS) -> None:
+        """End it for want of a key, after so many turns of the loop."""
+        self.leaving = True
+        if not self._listener.knows(self):
+            return
+        if turns:
+            asyncio.get_running_loop().call_soon(self.leave, turns - 1)
+        else:
+            self._listener.turn_away(self)
 
     def end(self) -> None:
         assert self.transport is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -45,6 +46,10 @@ def lives(processes: list[subprocess.Popen[bytes]], run_dir: Path, *marks: str, 
 def begun(processes: list[subprocess.Popen[bytes]], *words: str) -> int:
     """A process that says these words; its pid."""
     processes.append(subprocess.Popen([sys.executable, "-c", SLEEPS, *words], start_new_session=True))
+    until = time.monotonic() + 60.0
+    while psutil.Process(processes[-1].pid).cmdline()[-1:] != [words[-1]]:  # exec has begun when Popen returns, and may not be done
+        assert time.monotonic() < until
+        time.sleep(0.01)
     return processes[-1].pid
 
 
