@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from actors.trainer.backend import StepBatch
 from actors.trainer.torch_backend import TorchBackend, attention, core
 from actors.trainer.torch_backend.compiled import UNGUARDED, compile_layers
 from actors.trainer.torch_backend.layout import PackedBatch, PackedLayout
+from scripts.bench.causal_classes import make_causal
+from tests.trainer.conftest import backend_config
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it looks at activations
@@ -103,6 +106,47 @@ def test_adapters_are_compiled_with_their_layers_and_the_base_without_them(
         assert found["train/kl_loss"] == pytest.approx(want["train/kl_loss"], rel=1e-4, abs=1e-6)
         assert (found["train/kl_loss"] > 0) == (seed == 1)
         assert found["train/loss"] == pytest.approx(want["train/loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("flash_on_cpu", "traced")
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [("phi3", "layers compiled"), ("mixtral", "layers"), ("qwen3_next", "run as written: samples are fed as padded rows")],
+)
+def test_a_class_of_transformers_is_compiled_where_that_is_proved(
+    tmp_path: Path, make_batch: Callable[..., StepBatch], caplog: pytest.LogCaptureFixture, family: str, says: str
+) -> None:
+    """Dense; with experts, whose sizes follow from data; recurrent."""
+    make_causal(family, tmp_path / "m")
+    backends = []
+    with caplog.at_level(logging.INFO):
+        for mode in ("off", "on"):
+            caplog.clear()
+            backends.append(TorchBackend())
+            backends[-1].setup(backend_config(tmp_path / "m", model_implementation="transformers", compile=mode, lr=0.0))
+    assert says in caplog.text
+    plain, compiled = backends
+    assert not plain.core.compiles
+    assert compiled.core.compiles is ("layers compiled" in caplog.text)
+    for seed in range(2):
+        for backend in backends:
+            backend.train_step(make_batch(seed, groups=1 + seed))
+        for name, p in compiled.core.weights.params.items():
+            torch.testing.assert_close(p.grad, plain.core.weights.params[name].grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("flash_on_cpu", "traced")
+def test_a_class_that_computes_otherwise_once_compiled_runs_as_written(
+    make_backend: Callable[..., TorchBackend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def miscompiled(graph: Any, _: Any) -> Callable[..., Any]:
+        return lambda *args: tuple(x * 1.5 if isinstance(x, Tensor) and x.is_floating_point() else x for x in graph(*args))
+
+    monkeypatch.setattr(core, "compile_layers", partial(compile_layers, backend=miscompiled))
+    with caplog.at_level(logging.WARNING):
+        assert not make_backend(compile="on", model_implementation="transformers").core.compiles
+    assert "layers run uncompiled, which is slower: differ from single samples" in caplog.text
 
 
 @pytest.mark.parametrize(("least", "compiles"), [(1, True), (1 << 40, False)])

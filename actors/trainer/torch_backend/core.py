@@ -89,6 +89,8 @@ class Core(Passes):
         if masters:
             narrow(self.policy, self.dtype)
             self.policy.prove_narrow(self.weights.params)
+        if self.policy.proved_here:
+            self.compiles = self.compiles and self.policy.prove_compiled(compile_layers)
         self.optimizer = Optimizer(self.weights, config)
         self.shapes = {n: tuple(p.shape) for n, p in self.weights.params.items()}
         self.cost = cost_of(self.policy.hf.config.get_text_config())
@@ -136,10 +138,10 @@ class Core(Passes):
         if self.ranks.alone and not trainable:
             narrow(policy, self.dtype)
             policy.prove_narrow({})
-        if self.own.attn_implementation not in ("auto", attention.SDPA) and not policy.compiles:
+        if self.own.attn_implementation not in ("auto", attention.SDPA) and policy.proved_here:
             how = f"attn_implementation={self.own.attn_implementation}"
             raise Refused(f"{how} is for families with code of our own; {path} runs as a class of transformers. Use auto.")
-        if self.own.true_on_policy_mode and not policy.compiles:
+        if self.own.true_on_policy_mode and policy.proved_here:
             raise Refused(f"true_on_policy_mode needs code of our own; {path} runs as a class of transformers. Leave it out.")
         return MatchedPolicy(policy.hf) if self.own.true_on_policy_mode else policy
 
@@ -153,7 +155,7 @@ class Core(Passes):
         """auto: where flash attention runs, and a step is slow enough to earn back what compiling takes."""
         own, large = self.own, sum(p.numel() for p in policy.parameters()) >= WORTH_COMPILING
         auto = own.compile == "auto" and self.kernel != attention.SDPA and large
-        found = (own.compile == "on" or auto) and policy.compiles and not own.true_on_policy_mode
+        found = (own.compile == "on" or auto) and not own.true_on_policy_mode
         log.info("attention: %s; layers: %s", self.kernel, "compiled" if found else "uncompiled")
         return found
 
@@ -204,7 +206,7 @@ class Core(Passes):
                 hf.set_experts_implementation(experts.implementation(self.device))
         for block in blocks[self.own.gradient_checkpointing_layers or len(blocks) :]:
             block.gradient_checkpointing = False
-        if self.compiles:
+        if self.compiles and not getattr(module, "proved_here", False):
             compile_layers(blocks)
         if not self.ranks.alone:
             self.shards.shard(module, self.dtype)

@@ -6,7 +6,7 @@ the `GenericPolicy` of `implementations`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from actors.trainer.training.files import write_tensors
 from actors.trainer.training.ranks import Ranks
 from actors.trainer.training.state import MODEL
 
+CompilesLayers = Callable[..., Any]
+"""`compiled.compile_layers`."""
+
 
 class Policy(nn.Module):
     """A causal language model that answers with log-probs. Parameters keep their Hugging Face names under `hf.`. What a policy with
@@ -29,8 +32,8 @@ class Policy(nn.Module):
     file = MODEL
     """of a checkpoint, with `named_weights`"""
 
-    compiles = True
-    """Its layers may run as torch.compile makes them."""
+    proved_here = False
+    """What it computes is held to the class itself before the first step, and so are its layers once they are compiled."""
 
     serves_adapters = False
     """Engines have its base, and get what is trained beside it."""
@@ -91,6 +94,10 @@ class Policy(nn.Module):
     def prove_narrow(self, masters: Mapping[str, nn.Parameter]) -> None:
         """The same once parameters have a narrower type than they were proved in. `masters` get their gradients, by the names of
         `named_weights`."""
+
+    def prove_compiled(self, compiles: CompilesLayers) -> bool:
+        """The same once `compiles` has made its layers run compiled; whether they do."""
+        return False
 
 
 class SightedPolicy(Policy):

@@ -26,7 +26,7 @@ from actors.trainer.torch_backend.implementations.kind import HeadRows, Implemen
 from actors.trainer.torch_backend.implementations.own import RECOMPUTED
 from actors.trainer.torch_backend.implementations.proof import Proof
 from actors.trainer.torch_backend.layout import MicroBatch
-from actors.trainer.torch_backend.policy import Policy
+from actors.trainer.torch_backend.policy import CompilesLayers, Policy
 from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.export import Named
 from actors.trainer.training.ranks import Ranks
@@ -45,7 +45,7 @@ BY_LONGEST = ("longrope", "dynamic")
 class GenericPolicy(Policy):
     """A class of transformers; `prove` settles `feed` and `head`."""
 
-    compiles = False
+    proved_here = True
 
     def __init__(self, hf: Any) -> None:
         super().__init__(hf)
@@ -79,9 +79,12 @@ class GenericPolicy(Policy):
         self._proof.settle()
 
     def prove_narrow(self, masters: Mapping[str, nn.Parameter]) -> None:
-        proof, self._proof = self._proof, None
-        if proof is not None:
-            proof.settle_narrow(masters)
+        assert self._proof is not None
+        self._proof.settle_narrow(masters)
+
+    def prove_compiled(self, compiles: CompilesLayers) -> bool:
+        assert self._proof is not None
+        return self._proof.settle_compiled(compiles)
 
     @property
     def feed(self) -> SampleFeed:

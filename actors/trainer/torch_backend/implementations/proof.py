@@ -21,6 +21,7 @@ from actors.runtime.run import Refused
 from actors.trainer.backend import BatchSample
 from actors.trainer.torch_backend.implementations.kind import HeadRows, SampleFeed, first_line
 from actors.trainer.torch_backend.layout import PackedBatch
+from actors.trainer.torch_backend.policy import CompilesLayers
 from actors.trainer.torch_backend.shards import TorchShards
 from actors.trainer.training.ranks import Ranks
 
@@ -104,6 +105,7 @@ class Proof:
         if measure.grads is not None and not self._ranks.total(torch.stack([g.abs().sum() for g in measure.grads.values()])).any():
             raise Refused(f"{self._name} of transformers gives no gradient here. Choose another model.")
         self._allow(measure)
+        self._measure = measure
         self._check_causal(measure)
         policy.head = self._head(measure)
         self._settle_feed(measure, tuple(feed for feed in SampleFeed if feed is not SampleFeed.SINGLE))
@@ -131,8 +133,24 @@ class Proof:
                 "Use --model-dtype float32."
             )
         self._allow(measure)
+        self._measure = measure
         ways = list(SampleFeed)
         self._settle_feed(measure, tuple(ways[ways.index(settled) : -1]))
+
+    def settle_compiled(self, compiles: CompilesLayers) -> bool:
+        """Whether the layers run compiled: as one graph, where samples come packed and the measure still comes out."""
+        policy, why = self.policy, ""
+        if policy.feed is not SampleFeed.PACKED:
+            why = f"samples are fed as {policy.feed.value}"
+        elif len({type(block) for block in policy.blocks}) != 1:
+            why = "they are of several classes"
+        else:
+            made = compiles(policy.blocks, whole=True)
+            why = self._against(self._measure)
+            if why := self._ranks.first_said(made.failed or why):
+                made.give_up(why)
+        log.info("%s of transformers: layers %s%s", self._name, "run as written: " if why else "compiled, ", why or self._last)
+        return not why
 
     def _settle_feed(self, measure: ProofNumbers, ways: tuple[SampleFeed, ...]) -> None:
         """The first of these ways that gives the measure. Raises Refused."""
