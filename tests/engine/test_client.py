@@ -279,7 +279,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
     client = SGLangClient("http://127.0.0.1:9", request_deadline_s=5, token_deadline_s=5, control_deadline_s=5)
     with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:9 broke off request g7/3"):
         await chunks_of(client)
-    with pytest.raises(EngineUnavailable, match=r"/health cannot be reached"):
+    with pytest.raises(EngineUnavailable, match=r"/model_info cannot be reached"):
         await client.health()
     with pytest.raises(EngineUnavailable, match=r"/pause_generation cannot be reached"):
         await client.pause("retract")

@@ -45,7 +45,7 @@ def test_what_can_not_be_converted_is_one_line_and_writes_nothing(tmp_path: Path
     make("qwen2", made)
     capsys.readouterr()
     cases = {
-        (str(tmp_path / "none"), str(target)): "no Hugging Face model directory",
+        (str(tmp_path / "none"), str(target)): "none: no such directory",
         (str(made), str(made)): "exists and isn't empty",
         (str(made), str(target), "--ckpt-step", "1"): "--ckpt-step and --hf-checkpoint are of megatron-to-hf",
     }

@@ -52,6 +52,9 @@ ELSEWHERE = {
     "convert": "needs megatron-core: tests/megatron/test_convert_command.py converts both ways",
     "ray": "needs a cluster: tests/cluster submits to one",
     "qualify": "needs a server that nobody uses: tests/engine/test_qualify.py tries several",
+    "chat": "needs a checkpoint of the last step: tests/miles_async/test_after_training.py asks one",
+    "serve-model": "serves until Ctrl-C: tests/miles_async/test_after_training.py calls it by OpenAI's client",
+    "export": "as for chat: tests/miles_async/test_after_training.py loads what it wrote",
     "get": "needs a package index: tests/system/test_real_model.py fetches and trains",
 }
 OTHER_PROGRAMS = {

@@ -123,7 +123,7 @@ def test_rows_may_lack_the_columns_that_miles_names(tmp_path: Path) -> None:
 def test_a_label_may_be_an_object_where_a_function_reads_it(tmp_path: Path) -> None:
     data = rows(tmp_path / "d.jsonl", {"input": "1+1=", "answer": {"ground_truth": ["2"]}})
     base = f"--hf-checkpoint builtin:arithmetic --prompt-data {data} --label-key answer --num-rollout 1"
-    own = load(None, parse_flags(f"{base} --custom-rm-path mine.reward".split(), frozenset()).values).settings
+    own = load(None, parse_flags(f"{base} --custom-rm-path json.dumps".split(), frozenset()).values).settings
     assert preflight(own).prompts.rows == 1 and training_data(own, "").label_objects
     with pytest.raises(SettingsError, match="the label under 'answer' is a dict"):
         preflight(load(None, parse_flags(f"{base} --rm-type math".split(), frozenset()).values).settings)

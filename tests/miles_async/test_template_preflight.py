@@ -55,7 +55,7 @@ def test_tools_need_a_tool_role(template: str, tmp_path: Path) -> None:
     said = refused(settings(tmp_path, template, tools=("calculator",)))
     assert said.startswith("tools = ['calculator']: the chat template has no tool role") and "--chat-template-path" in said
     assert not notes(settings(tmp_path, template))
-    [note] = notes(settings(tmp_path, template, custom_agent_function_path="m.f", rm_type="math"))
+    [note] = notes(settings(tmp_path, template, custom_agent_function_path="json.dumps", rm_type="math"))
     assert "no tool role: an agent's call" in note
 
 
@@ -75,8 +75,8 @@ def test_what_a_template_leaves_to_the_prompts_is_told(tmp_path: Path) -> None:
 def test_a_template_that_cannot_be_gone_on_with_is_refused(tmp_path: Path) -> None:
     counts = "{{ messages | length }}" + TEMPLATE
     assert "is not append-only: message 1" in refused(settings(tmp_path, counts, tools=("calculator",)))
-    said = refused(settings(tmp_path, counts, custom_agent_function_path="m.f"))
-    assert said.startswith("custom_agent_function_path = 'm.f': the chat template is not append-only")
+    said = refused(settings(tmp_path, counts, custom_agent_function_path="json.dumps"))
+    assert said.startswith("custom_agent_function_path = 'json.dumps': the chat template is not append-only")
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(SettingsError, match=r"apply_chat_template.*no chat template.*--chat-template-path"):
@@ -131,7 +131,7 @@ def test_plain_texts_for_an_instruct_model_get_one_note_with_the_remedy(tmp_path
     assert notes(settings(tmp_path, TEMPLATE)) == []
     assert notes(settings(tmp_path, TEMPLATE, eos=77, apply_chat_template=False)) == []
     assert notes(settings(tmp_path, TEMPLATE, "<u>1+1<e>", apply_chat_template=False)) == []
-    own = {"custom_generate_function_path": "a.b"}
+    own = {"custom_generate_function_path": "json.dumps"}
     assert notes(settings(tmp_path, TEMPLATE, apply_chat_template=False, **own)) == []
     assert notes(learned(tmp_path, TEMPLATE, apply_chat_template=False, label_key="label", rows="1+1")) == []
     of = settings(tmp_path, TEMPLATE, apply_chat_template=False)

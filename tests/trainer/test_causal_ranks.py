@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)  # the first of them starts a process that
 
 @pytest.mark.parametrize("fsdp_shard", ["all", "optimizer"])
 @pytest.mark.parametrize(
-    ("family", "feed"), [("mixtral", SampleFeed.PACKED), ("qwen3_next", SampleFeed.ROWS), ("gemma2", SampleFeed.PACKED)]
+    ("family", "feed"), [("mixtral", SampleFeed.PACKED), ("qwen3_next", SampleFeed.ROWS), ("gemma2", SampleFeed.MASKED)]
 )
 def test_two_ranks_train_as_one(
     fsdp_shard: str, family: str, feed: SampleFeed, pair: TorchBackend, tmp_path: Path, make_batch: Callable[..., StepBatch]

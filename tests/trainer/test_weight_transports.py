@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from actors.generation.activation import Loader, TransportFailed, WeightsDiffer, WeightsUnusable
 from actors.generation.engine import EngineUnavailable
 from actors.generation.engines.sglang.client import SGLangClient
+from actors.generation.engines.sglang.sessions import BEGIN, END
 from actors.trainer.transports.files import copied
 from actors.trainer.transports.flat import FlatBuffers, bucketed
 from actors.trainer.transports.nccl import GroupBroken, NcclSender
@@ -93,7 +94,7 @@ def test_an_export_is_never_held_whole(way: str, tmp_path: Path) -> None:
 
 
 class Recorder:
-    """A server that notes what it is asked and answers 200, or what `refuse` says."""
+    """A server without update sessions that notes what it is asked and answers 200, or what `refuse` says."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
@@ -102,6 +103,8 @@ class Recorder:
 
     async def handle(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if request.path in (BEGIN, END):
+            return web.Response(status=404)
         self.asked.append((request.path, body))
         status = self.refuse.get(request.path, 200)
         answer: dict[str, Any] = {"success": status == 200, "message": "partially updated"}
