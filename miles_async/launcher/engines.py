@@ -115,7 +115,8 @@ def engine_specs(settings: RunSettings, place: Place) -> list[tuple[str, str, An
         router = RouterSpec(port=port, prometheus_port=port + 1, args=s.router_args, token=place.engine_token)
         rooms.append(("router", "router", router))
     each, on_gpus = s.rollout_num_gpus_per_engine, settings.flat.engine_kind.needs_gpu
-    told = on_gpus and (s.colocate or not settings.flat.launcher_kind.spreads)  # else it uses those that Ray gives it
+    ray = settings.flat.launcher_kind.spreads
+    told = on_gpus and ((s.colocate and s.sglang_nnodes == 1) or not ray)  # else it uses those that Ray gives it
     for i, url in enumerate(s.rollout_external_engine_addrs or [""] * settings.flat.most_workers):
         gpus = s.rollout_gpu_ids[i * each : (i + 1) * each] if told else ()
         spec = generation_spec(settings, place, engine_url=_url(url), gpus=gpus, shares=s.colocate)

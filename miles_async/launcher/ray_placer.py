@@ -103,9 +103,9 @@ class RayPlacer:
         seat: Seat | None = None
         try:
             seat = group.seats[at]
-            if group.unit.whole:
+            if len(bundles := group.unit.bundles_of(spec.name)) > 1:
                 meeting = f"{seat.facts['address']}:{await seat.handle.port.remote()}"
-                told, others = parts_of(self._settings, spec.name, spec.role, meeting)
+                told, others = parts_of(self._settings, spec.name, spec.role, meeting, bundles)
                 spec = msgspec.structs.replace(spec, room=spec.room | told)
                 parts += [(p.bundle, p.name, (p.module, file, *p.words), environment | p.variables) for p in others]
             files = {file: msgspec.json.format(msgspec.json.encode(spec), indent=2).decode()}

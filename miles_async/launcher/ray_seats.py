@@ -129,13 +129,12 @@ class Seats:
 
     async def take(self, actor: str) -> None:
         """Until there is a place for it, and for all parts of it; may be cancelled. RunFailed when there never will be."""
-        group, at = self._of[actor]
+        group, _ = self._of[actor]
         await self._forget_the_gone(group)
         while True:
             if not group.unit.needed:
                 await self._enough.wait()
-            bundles = range(len(group.unit.bundles)) if group.unit.whole else (at,)
-            seating = asyncio.gather(*(self._seat(group, one) for one in bundles))
+            seating = asyncio.gather(*(self._seat(group, one) for one in group.unit.bundles_of(actor)))
             yielding = asyncio.ensure_future(self._wanting.wait())
             try:
                 if group.unit.needed:

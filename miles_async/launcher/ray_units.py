@@ -13,7 +13,7 @@ WITH_TRAINER = ("trainer", "publisher")  # it serves the files that the trainer 
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """Actors of one host, and what they take of it. Without actors: other parts of what the first bundle's actor is."""
+    """Actors of one host, and what they take of it."""
 
     actors: tuple[str, ...]
     resources: Resources
@@ -26,40 +26,55 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     bundles: tuple[Bundle, ...]
     strategy: str
     needed: bool = True
+    spread: Mapping[str, tuple[int, ...]] = {}
+    """Actors over several bundles, their own first: one ends with any of its parts."""
 
-    @property
-    def whole(self) -> bool:
-        """Whether its bundles are parts of one actor, which ends with any of them."""
-        return not all(bundle.actors for bundle in self.bundles)
+    def bundles_of(self, actor: str) -> tuple[int, ...]:
+        """Where it is, all of it."""
+        own = (at for at, bundle in enumerate(self.bundles) if actor in bundle.actors)
+        return self.spread.get(actor) or tuple(own)
 
 
 def units_of(settings: RunSettings, actors: Iterable[tuple[str, str]], *, gpus: bool) -> list[Unit]:
-    """The trainer's ranks close together, light rooms and reward workers apart, each engine by itself. `actors`: (name, role);
-    `gpus`: whether the cluster has any."""
+    """The trainer's ranks close together, light rooms and reward workers apart, each engine by itself or on the trainer's nodes.
+    `actors`: (name, role); `gpus`: whether the cluster has any."""
     names = list(actors)
     engines = [name for name, role in names if role == "generation"]
-    close = [name for name, role in names if role in WITH_TRAINER] + (engines if settings.sglang.colocate else [])
+    close = [name for name, role in names if role in WITH_TRAINER]
+    shares = engines if settings.sglang.colocate else []
     rewards = [name for name, role in names if role == "reward"]
     light = [name for name, _ in names if name not in (*close, *engines, *rewards)]
     apart = [*([tuple(light)] if light else []), *((name,) for name in rewards)]
-    units = [Unit(name="trainer", bundles=_trainer(settings, tuple(close), gpus), strategy="PACK")]
+    units = [_trainer(settings, close, shares, gpus)]
     if apart:
         units.append(Unit(name="rooms", bundles=tuple(Bundle(one, {"CPU": 1.0}) for one in apart), strategy="SPREAD"))
     least = settings.launch.min_workers
-    for i, name in enumerate(engines if not settings.sglang.colocate else []):
+    for i, name in enumerate(engines if not shares else []):
         needed = i < (settings.sglang.num_generation_workers if least is None else least)
-        units.append(Unit(name=name, bundles=_engine(settings, name), strategy="PACK", needed=needed))
+        bundles, hosts = _engine(settings, name), range(settings.sglang.sglang_nnodes)
+        units.append(Unit(name=name, bundles=bundles, strategy="PACK", needed=needed, spread=_spread(name, hosts)))
     return units
 
 
-def _trainer(settings: RunSettings, actors: tuple[str, ...], gpus: bool) -> tuple[Bundle, ...]:
+def _trainer(settings: RunSettings, first: list[str], engines: list[str], gpus: bool) -> Unit:
+    """`first`: with rank 0; `engines`: in equal parts over its nodes, each on as many as it has hosts."""
     s = settings.flat
     idle = s.debug_rollout_only
-    each = 1 if idle else s.actor_num_gpus_per_node
+    each, nodes = (1, 1) if idle else (s.actor_num_gpus_per_node, s.actor_num_nodes)
     resources: Resources = {"CPU": float(s.trainer_threads * each)}
     if gpus and not idle:
         resources["GPU"] = float(each)
-    return (Bundle(actors, resources), *(Bundle((), resources) for _ in range(1, 1 if idle else s.actor_num_nodes)))
+    on = [first, *([] for _ in range(1, nodes))]
+    spread = _spread("trainer", range(nodes))
+    for i, name in enumerate(engines):
+        at = i * nodes // len(engines)
+        on[at] = [*on[at], name]
+        spread |= _spread(name, range(at, at + s.sglang_nnodes))
+    return Unit(name="trainer", bundles=tuple(Bundle(tuple(one), resources) for one in on), strategy="PACK", spread=spread)
+
+
+def _spread(actor: str, bundles: range) -> dict[str, tuple[int, ...]]:
+    return {actor: tuple(bundles)} if len(bundles) > 1 else {}
 
 
 def _engine(settings: RunSettings, name: str) -> tuple[Bundle, ...]:
@@ -94,18 +109,22 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str] = {}
 
 
-def parts_of(settings: RunSettings, name: str, role: str, meeting: str) -> tuple[dict[str, str], list[Part]]:
-    """What the room of such an actor is told beside its spec, and its other processes. `meeting`: HOST:PORT on the first's host."""
+def parts_of(
+    settings: RunSettings, name: str, role: str, meeting: str, bundles: Sequence[int]
+) -> tuple[dict[str, str], list[Part]]:
+    """What the room of such an actor is told beside its spec, and its other processes. `meeting`: HOST:PORT on the first's host;
+    `bundles`: where it is."""
     host, _, port = meeting.rpartition(":")
     if role != "trainer":
-        nodes, module = range(1, settings.sglang.sglang_nnodes), settings.flat.engine_kind.node
-        parts = [Part(bundle=n, name=f"{name}-node-{n}", module=module, words=(str(n),)) for n in nodes]
+        module = settings.flat.engine_kind.node
+        others = list(enumerate(bundles))[1:]
+        parts = [Part(bundle=at, name=f"{name}-node-{n}", module=module, words=(str(n),)) for n, at in others]
         return {"meeting": meeting}, parts
     each, size = settings.flat.actor_num_gpus_per_node, settings.flat.train_ranks
     same = {"WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": port}
     ranks = [
         Part(
-            bundle=rank // each,
+            bundle=bundles[rank // each],
             name=f"trainer-rank-{rank}",
             module="actors.trainer.follower",
             variables=same | {"RANK": str(rank), "LOCAL_RANK": str(rank % each)},

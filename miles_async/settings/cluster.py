@@ -26,7 +26,7 @@ def elastic_workers_need_ray(s: Flat) -> None:
 def hosts_of_an_engine_have_equal_parts(s: Flat) -> None:
     if s.sglang_nnodes == 1:
         return
-    if not s.launcher_kind.spreads or not s.engine_kind.spans_hosts or s.colocate:
+    if not s.launcher_kind.spreads or not s.engine_kind.spans_hosts:
         raise s.refusal("sglang_nnodes", "needs SGLang engines of their own, placed by launcher = ray", "Set it to 1.")
     if s.rollout_num_gpus_per_engine % s.sglang_nnodes:
         why = f"rollout_num_gpus_per_engine = {s.rollout_num_gpus_per_engine} cannot be shared by so many hosts"

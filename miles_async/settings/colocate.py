@@ -46,21 +46,25 @@ def offloading_needs_sharing(s: Flat) -> None:
 
 
 def engines_are_where_the_trainer_is(s: Flat) -> None:
-    ours = s.actor_num_gpus_per_node
     if not s.colocate:
         return
     if s.engine_kind.attached:
         why = f"engine is {s.engine!r}, whose memory is not ours to give"
         raise s.refusal("colocate", why, f"Set --engine {OF_MILES.name}, or leave out --colocate.")
-    if not s.engine_kind.needs_gpu or (s.launcher_kind.spreads and s.actor_num_nodes > 1):
-        return  # which is refused whatever its engines are
-    if ours % s.rollout_num_gpus_per_engine:
+    if not s.engine_kind.needs_gpu:
+        return
+    ours, each, hosts = s.actor_num_gpus_per_node, s.rollout_num_gpus_per_engine, s.sglang_nnodes
+    nodes = s.actor_num_nodes if s.launcher_kind.spreads else 1
+    if hosts > 1 and (each != ours * hosts or nodes % hosts):
+        why = f"with colocate an engine over {hosts} nodes has whole ones, and the trainer has {nodes} of {ours} GPUs"
+        raise s.refusal("rollout_num_gpus_per_engine", why, f"Set it to {ours} times a divisor of {nodes}.")
+    if hosts == 1 and ours % each:
         why = f"with colocate an engine has GPUs of one node of the trainer, actor_num_gpus_per_node = {ours}"
         raise s.refusal("rollout_num_gpus_per_engine", why, f"Set it to a divisor of {ours}.")
-    if s.rollout_num_gpus != ours:
-        why = f"with colocate engines have the trainer's actor_num_gpus_per_node = {ours} GPUs"
+    if s.rollout_num_gpus != ours * nodes:
+        have = f"{ours * nodes} GPUs (actor_num_gpus_per_node = {ours}{f', actor_num_nodes = {nodes}' if nodes > 1 else ''})"
         remedy = "Leave it out, and set --rollout-num-gpus-per-engine to a divisor of them."
-        raise s.refusal("rollout_num_gpus", why, remedy)
+        raise s.refusal("rollout_num_gpus", f"with colocate engines have the trainer's {have}", remedy)
     if not set(s.rollout_gpu_ids) <= set(range(ours)):
         raise s.refusal("rollout_gpu_ids", f"the trainer has GPUs 0 to {ours - 1} (colocate = true)", "Leave it out.")
 

@@ -66,8 +66,21 @@ def _divisor(total: int, near: int) -> int:
 
 def _gpu_ids(v: Values) -> tuple[int, ...]:
     """The trainer's GPUs come first, if it has its own."""
-    first = 0 if v["colocate"] or v["debug_rollout_only"] else int(v["actor_num_gpus_per_node"])
-    return tuple(range(first, first + v["rollout_num_gpus"]))
+    ours, found = int(v["actor_num_gpus_per_node"]), range(v["rollout_num_gpus"])
+    if v["colocate"]:
+        return tuple(i % ours for i in found)  # of each of its nodes
+    return tuple(found if v["debug_rollout_only"] else (ours + i for i in found))
+
+
+def _hosts(v: Values) -> int:
+    """Of one engine: on the trainer's GPUs as many of its nodes as hold it."""
+    shares = v["colocate"] and LAUNCHERS[v["launcher"]].spreads and engine_of(v["engine"]).spans_hosts
+    return max(1, v["rollout_num_gpus_per_engine"] // v["actor_num_gpus_per_node"]) if shares else 1
+
+
+def _transport(v: Values) -> str:
+    over_nodes = v["actor_num_nodes"] > 1 and LAUNCHERS[v["launcher"]].spreads
+    return IPC.name if v["colocate"] and not over_nodes else DISK.name
 
 
 def _router(v: Values) -> bool:
@@ -156,7 +169,8 @@ DERIVATIONS: tuple[tuple[str, Callable[[Values], Any]], ...] = (
     ("offload_train", lambda v: v["offload"]),
     ("offload_rollout", lambda v: v["offload"]),
     ("lend_mem_fraction", lambda v: 0.7 if v["offload_train"] else 0.4),
-    ("update_weight_transport", lambda v: IPC.name if v["colocate"] else DISK.name),
+    ("update_weight_transport", _transport),
+    ("sglang_nnodes", _hosts),
     ("num_generation_workers", lambda v: engine_of(v["engine"]).workers(v)),
     ("rollout_num_gpus", lambda v: engine_of(v["engine"]).gpus(v)),
     ("rollout_gpu_ids", _gpu_ids),

@@ -32,9 +32,12 @@ class RayLauncher(LauncherKind, frozen=True, kw_only=True):
         if s.train_master is not None:
             why = "launcher = ray starts all processes of the trainer"
             yield RuleBroken("train_master", s.train_master, why, "Leave it out.")
-        if s.colocate and (s.actor_num_nodes > 1 or s.max_workers is not None):
-            why = "engines on the trainer's GPUs are placed with it, on one node and all at once"
-            yield RuleBroken("colocate", s.colocate, why, "Leave it out.")
+        if s.colocate and s.max_workers is not None:
+            why = "engines on the trainer's GPUs are placed with it, all at once (colocate = true)"
+            yield RuleBroken("max_workers", s.max_workers, why, "Leave it out.")
+        if s.colocate and s.actor_num_nodes > 1 and s.transport_kind.on_host and not s.transport_kind.whole:
+            why = f"it reaches engines of the trainer's first host, which has {s.actor_num_nodes} (colocate = true)"
+            yield RuleBroken("update_weight_transport", s.update_weight_transport, why, "Set it to disk.")
 
 
 LOCAL = LauncherKind(name="local", told="all on this host", module="miles_async.launcher.local", forks=True)

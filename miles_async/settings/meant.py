@@ -99,8 +99,18 @@ class Meant(NamedTuple):
         return f"{' '.join((self.value.typed, *words))}: {self.why}"
 
 
+NODE = 8
+"""GPUs of a node, where a script says nothing."""
+
+
+def _hosts(said: Said) -> int:
+    """Nodes of an engine that has its own."""
+    each = said.one("rollout_num_gpus_per_engine", "1")
+    return int(each) // NODE if each.isdecimal() and not said.on("colocate") and said.on_gpus else 1
+
+
 def _several_nodes(said: Said) -> bool:
-    return said.one("actor_num_nodes", "1") != "1" and "train_master" not in said.values
+    return (said.one("actor_num_nodes", "1") != "1" or _hosts(said) > 1) and "train_master" not in said.values
 
 
 def _bound(said: Said) -> tuple[Meant, ...]:
@@ -120,8 +130,8 @@ MEANT: tuple[Meant, ...] = (
     Meant("engine", (OF_MILES.name,), f"Miles has no other; --engine {DEFAULT.name} is for a CPU"),
     Meant("train_backend", ("megatron",), "Miles' default", lambda said: said.on_gpus),
     Meant("model_dtype", ("bfloat16",), "Miles trains in no other", lambda said: said.on_gpus),
-    Meant("launcher", ("ray",), "the trainer is on several nodes, which Ray joins in Miles", _several_nodes),
-    Meant("actor_num_gpus_per_node", ("8",), "Miles' default"),
+    Meant("launcher", ("ray",), "trainer or engines are on several nodes, which Ray joins in Miles", _several_nodes),
+    Meant("actor_num_gpus_per_node", (str(NODE),), "Miles' default"),
     Meant("dynamic_sampling_filter_path", ("none",), "Miles filters no group unless told to"),
     Meant("n_samples_per_prompt", ("1",), "Miles' default"),
     Meant("metadata_key", ("metadata",), "Miles' default, where rows have it"),
@@ -201,7 +211,10 @@ UNLIKE: Mapping[str, str] = {
 
 def meant(said: Said) -> tuple[Meant, ...]:
     """All that a script means and does not say."""
-    return (*(one for one in MEANT if one.field not in said.values and one.when(said)), *_bound(said))
+    found = [one for one in MEANT if one.field not in said.values and one.when(said)]
+    if (hosts := _hosts(said)) > 1 and "sglang_nnodes" not in said.values:
+        found.append(Meant("sglang_nnodes", (str(hosts),), f"Miles' nodes have {NODE} GPUs"))
+    return (*found, *_bound(said))
 
 
 def ahead(said: Said) -> tuple[Meant, ...]:

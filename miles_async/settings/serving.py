@@ -67,7 +67,7 @@ def engines_match_the_gpus(s: Flat) -> None:
     if len(s.rollout_gpu_ids) != wanted:
         why = f"{len(s.rollout_gpu_ids)} ids for {wanted} GPUs"
         raise s.refusal("rollout_gpu_ids", why, "Name each GPU once, or leave it out.")
-    if len(set(s.rollout_gpu_ids)) < wanted and s.rollout_num_gpus_per_engine > 1:
+    if len(set(s.rollout_gpu_ids)) < wanted and s.rollout_num_gpus_per_engine > 1 and not s.colocate:
         raise s.refusal("rollout_gpu_ids", "one engine needs different GPUs", "Name each GPU once.")
 
 

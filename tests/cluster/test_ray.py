@@ -28,6 +28,8 @@ from miles_async.settings.errors import SettingsError
 from tests.cluster.house import RayRun, with_jobs
 from tests.crash.house import REPO, Tables, merged, until
 from tests.crash.judge import judge
+from tests.system.test_colocate import SHARED, turns_alternate
+from tests.system.test_weight_transports import story
 
 Make = Callable[..., RayRun]
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(500)]
@@ -194,6 +196,29 @@ def test_a_trainer_over_two_nodes_outlives_one_of_its_ranks(ray_run: Make) -> No
     assert "trainer was killed by signal 9" in run.events("restart")[0].text
     run.drain()
     judge(run, steps=run.step())
+
+
+@pytest.mark.slow
+@pytest.mark.takes(200)
+def test_engines_on_the_trainers_nodes_take_turns_and_outlive_one_of_them(ray_run: Make) -> None:
+    own: Tables = {"rollout": LONG["rollout"], "perf": {"actor_num_nodes": 2, "trainer_threads": 3}}
+    run = ray_run(merged(merged(SHARED, LONG), own))
+    for _ in range(2):
+        run.add(cpus=5)
+    run.start()
+    run.until_step(2)
+    first, other = run.node_of("trainer, publisher, generation-0"), run.node_of("generation-1")
+    assert None not in (first, other) and first is not other, run.story()
+    served = len(run.events("activated", "generation-1"))
+    run.add(cpus=5)
+    run.lose(other)
+    run.until_it_serves("generation-1", more_than=served, seconds=200.0)
+    step = run.step()
+    until("training to go on", lambda: run.step() >= step + 2, seconds=200.0)
+    assert run.node_of("generation-1") is run.nodes[-1] and run.node_of("trainer, publisher, generation-0") is first
+    run.drain()
+    judge(run, steps=run.step())
+    turns_alternate(story(run)[0])
 
 
 @pytest.mark.slow

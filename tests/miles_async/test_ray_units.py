@@ -45,7 +45,8 @@ def test_gpus_go_with_ranks_and_engines_host_by_host() -> None:
     units = {unit.name: unit for unit in units_of(settings, ROOMS, gpus=True)}
     assert [bundle.resources["GPU"] for bundle in units["trainer"].bundles] == [8.0, 8.0]
     assert [bundle.resources["GPU"] for bundle in units["generation-1"].bundles] == [8.0, 8.0]
-    assert units["trainer"].whole and units["generation-0"].whole and not units["rooms"].whole
+    assert units["trainer"].bundles_of("trainer") == units["generation-0"].bundles_of("generation-0") == (0, 1)
+    assert units["trainer"].bundles_of("publisher") == (0,) and units["rooms"].bundles_of("reward-1") == (2,)
     assert units["generation-0"].needed and not units["generation-1"].needed
 
 
@@ -56,8 +57,32 @@ def test_engines_on_the_trainers_gpus_are_placed_with_it() -> None:
     assert set(units) == {"trainer", "rooms"}
 
 
+@pytest.mark.parametrize(
+    ("each", "names", "on", "spread"),
+    [
+        (4, 8, [(0, 1), (2, 3), (4, 5), (6, 7)], (0,)),
+        (8, 4, [(0,), (1,), (2,), (3,)], (1,)),
+        (16, 2, [(0,), (), (1,), ()], (2, 3)),
+    ],
+)
+def test_engines_on_the_trainers_nodes_are_spread_over_them(
+    each: int, names: int, on: list[tuple[int, ...]], spread: tuple[int, ...]
+) -> None:
+    settings = made(engine="sglang", colocate=True, actor_num_nodes=4, actor_num_gpus_per_node=8, rollout_num_gpus_per_engine=each)
+    s = settings.sglang
+    assert (s.num_generation_workers, s.rollout_num_gpus, s.update_weight_transport) == (names, 32, "disk")
+    rooms = [*ROOMS[:6], *((f"generation-{i}", "generation") for i in range(names))]
+    [unit, other] = units_of(settings, rooms, gpus=True)
+    engines = [tuple(f"generation-{i}" for i in found) for found in on]
+    assert [bundle.actors for bundle in unit.bundles] == [("trainer", "publisher", *engines[0]), *engines[1:]]
+    assert other.name == "rooms" and {bundle.resources["GPU"] for bundle in unit.bundles} == {8.0}
+    assert unit.bundles_of("trainer") == (0, 1, 2, 3) and unit.bundles_of("generation-1") == spread
+    _, parts = parts_of(settings, "generation-1", "generation", "h:1", unit.bundles_of("generation-1"))
+    assert [part.bundle for part in parts] == list(spread[1:])
+
+
 def test_ranks_of_other_hosts_are_told_where_they_meet() -> None:
-    told, ranks = parts_of(made(actor_num_nodes=2, actor_num_gpus_per_node=2), "trainer", "trainer", "10.0.0.7:12345")
+    told, ranks = parts_of(made(actor_num_nodes=2, actor_num_gpus_per_node=2), "trainer", "trainer", "10.0.0.7:12345", (0, 1))
     assert told == {"train_master": "10.0.0.7:12345"}
     found = [(rank.bundle, rank.variables["RANK"], rank.variables["LOCAL_RANK"]) for rank in ranks]
     assert found == [(0, "1", "1"), (1, "2", "0"), (1, "3", "1")]
@@ -68,7 +93,7 @@ def test_ranks_of_other_hosts_are_told_where_they_meet() -> None:
 
 def test_the_parts_of_an_engine_have_one_command_but_for_their_number() -> None:
     settings = made(engine="sglang", rollout_num_gpus=16, rollout_num_gpus_per_engine=16, sglang_nnodes=2)
-    told, parts = parts_of(settings, "generation-0", "generation", "10.0.0.7:12345")
+    told, parts = parts_of(settings, "generation-0", "generation", "10.0.0.7:12345", (0, 1))
     assert [(part.bundle, part.module, part.words) for part in parts] == [(1, "actors.generation.engines.sglang.node", ("1",))]
     spec = GenerationSpec(model_path="/m", engine="sglang", nodes=2, tp_size=16, server_command=("server",), **told)
     first, second = (" ".join(words_of(spec, part)) for part in (0, 1))
@@ -95,6 +120,8 @@ def test_a_refusal_says_what_has_no_place_and_what_there_is() -> None:
         ({"train_master": "h:1"}, "launcher = ray starts all"),
         ({"engine": "sglang", "use_router": True}, "our router"),
         ({"engine": "sglang", "update_weight_transport": "ipc"}, "Ray hides the trainer's GPU"),
+        ({"colocate": True, "actor_num_nodes": 2, "update_weight_transport": "ipc"}, "engines of the trainer's first host"),
+        ({"colocate": True, "max_workers": 4, "num_generation_workers": 2}, "placed with it, all at once"),
     ],
 )
 def test_what_ray_cannot_place_is_refused(given: dict[str, object], said: str) -> None:

@@ -130,7 +130,15 @@ def test_what_cannot_be(tmp_path: Path, flags: str, says: str) -> None:
     assert says in refusal(tmp_path, flags=flags)
 
 
-def test_engines_over_nodes_are_refused_by_that_alone(tmp_path: Path) -> None:
-    flags = "--colocate --engine sglang --launcher ray --actor-num-nodes 4 --actor-num-gpus-per-node 8"
-    said = refusal(tmp_path, flags=f"{flags} --rollout-num-gpus-per-engine 32 --rollout-num-gpus 32")
-    assert said.startswith("colocate = true: engines on the trainer's GPUs are placed with it") and "\n" not in said
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--rollout-num-gpus-per-engine 12", "an engine has GPUs of one node of the trainer"),
+        ("--rollout-num-gpus-per-engine 24", "over 3 nodes has whole ones, and the trainer has 4 of 8 GPUs. Set it to 8 times"),
+        ("--rollout-num-gpus-per-engine 8 --sglang-nnodes 2", "over 2 nodes has whole ones"),
+    ],
+)
+def test_engines_over_the_trainers_nodes_have_equal_parts_of_them(tmp_path: Path, flags: str, says: str) -> None:
+    nodes = "--colocate --engine sglang --launcher ray --actor-num-nodes 4 --actor-num-gpus-per-node 8"
+    said = refusal(tmp_path, flags=f"{nodes} {flags}")
+    assert says in said and "\n" not in said

@@ -51,9 +51,10 @@ class SglangSettings(Group, frozen=True, kw_only=True):
             "Hosts of one SGLang engine, which share its GPUs evenly; more than one needs launcher ray.",
             unit="hosts",
             ge=1,
+            derived="with colocate as many of the trainer's nodes as the engine fills, else 1",
             ours=True,
         ),
-    ] = 1
+    ]
     rollout_gpu_ids: Annotated[
         tuple[int, ...],
         doc(

@@ -28,7 +28,8 @@ class StartedSGLang(EngineKind, frozen=True, kw_only=True):
     def workers(self, v: Mapping[str, Any]) -> int:
         """As many as the GPUs make."""
         each = int(v["rollout_num_gpus_per_engine"])
-        return int(v["actor_num_gpus_per_node"] if v["colocate"] else v.get("rollout_num_gpus") or each) // each
+        shared = int(v["actor_num_gpus_per_node"]) * (int(v["actor_num_nodes"]) if v["train_master"] is None else 1)
+        return int(shared if v["colocate"] else v.get("rollout_num_gpus") or each) // each
 
     def rules(self, settings: Any) -> Iterator[RuleBroken]:
         """sglang_fused_sampling needs servers of this Python, of one GPU each: ranks would not draw alike."""
