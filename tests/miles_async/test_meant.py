@@ -154,7 +154,7 @@ def test_gpus_of_colocated_engines_are_the_trainers_whatever_is_said(tmp_path: P
 
 
 def test_an_engine_larger_than_a_node_has_several(tmp_path: Path) -> None:
-    more = "--rm-type math --rollout-num-gpus 64 --rollout-num-gpus-per-engine 32 --rollout-batch-size 8"
+    more = "--rm-type math --rollout-num-gpus 64 --rollout-num-gpus-per-engine 32 --rollout-batch-size 64"
     s = script(tmp_path, more).settings.flat
     assert (s.launcher, s.sglang_nnodes, s.num_generation_workers, s.rollout_num_gpus) == ("ray", 4, 2, 64)
     s = script(tmp_path, f"{more} --colocate --actor-num-nodes 8 --actor-num-gpus-per-node 8").settings.flat
