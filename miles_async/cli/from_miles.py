@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from actors.generation.engines.records import DEFAULT, ENGINES, OF_MILES
 from miles_async.cli.flags import Parsed, parse_flags
+from miles_async.cli.on_torch import instead
 from miles_async.settings.bash_words import ARCHITECTURE
 from miles_async.settings.catalog import PREFIXES, names, passed_on
 from miles_async.settings.errors import Refusals, SettingsError
@@ -89,12 +90,13 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
         known += [flag.word.text, *(word.text for word in flag.values)] if use else []
     parsed = parse_flags(known, frozenset(), refused)
     said = Said.of(script.program, (*parsed.values, *own.values), [flag.name for flag in flags] + rest)
-    ours = meant(said)
+    ours, left = instead(said, meant(said), parsed.values)
+    rows = [(shown, left.get(shown.split()[0], became), where) for shown, became, where in rows]
     hint = "Quote a value that holds a space; give each flag one value."
     refused.found += [SettingsError(f"{path}: {word!r} belongs to no flag", remedy=hint) for word in parsed.positional]
     rows += [("", one.text, "") for one in ours]
     head = f"{path}: {len(flags)} flags of {script.program}, at {script.where}"
-    values = (*(one.value for one in ours if one.words), *parsed.values)
+    values = (*(one.value for one in ours if one.words), *(value for value in parsed.values if value.typed not in left))
     return Taken(rest, values, (head, *_table(rows), *_beside(script)))
 
 

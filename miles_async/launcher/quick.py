@@ -15,7 +15,7 @@ from pathlib import Path
 from actors.runtime.safetensors_header import BadHeader, header_of
 from miles_async.settings.catalog import catalog
 from miles_async.settings.errors import Refusals, SettingsError, nearest, refusal
-from miles_async.settings.flat import PACKAGES
+from miles_async.settings.flat import MILES_OWN, is_own
 from miles_async.settings.functions import CALLED
 from miles_async.settings.load import has_gpu
 from miles_async.settings.run import RunSettings
@@ -34,7 +34,7 @@ def check_files(settings: RunSettings) -> None:
         path = settings.flat.values[field]
         if path and ".py:" in path:
             refused.attempt(_check_function, field, path)
-        elif path and path not in catalog()[field].shipped:
+        elif path and path not in catalog()[field].shipped and not is_own(path, MILES_OWN):
             refused.attempt(_check_module, field, path)
     if settings.rollout.chat_template_path and not Path(settings.rollout.chat_template_path).is_file():
         why = f"no such file (looked in {Path.cwd()})"
@@ -137,7 +137,7 @@ def _check_module(field: str, path: str) -> None:
     if path.endswith(".py"):
         found = _functions(Path(path)) if Path(path).is_file() else []
         raise refusal(field, path, "it names no function", f"Write {path}:{found[0] if found else 'NAME'}.")
-    if top not in PACKAGES and not _is_there(top, Path()):
+    if not _is_there(top, Path()):
         why = f"no package {top} (looked in {Path.cwd()} and among the installed ones)"
         raise refusal(field, path, why, "Write FILE.py:NAME or PACKAGE.MODULE.NAME, or install it.")
 

@@ -91,6 +91,18 @@ def test_what_differs_is_refused_with_both_values_all_at_once(tmp_path: Path) ->
     assert "rotary" not in said and "\n" not in said
 
 
+def test_kimi_is_deepseek_v3_and_its_flags_may_give_a_head_size_that_means_nothing() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+             "v_head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+             "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "tie_word_embeddings": False,
+             "hidden_act": "silu", "max_position_embeddings": 64}  # fmt: skip
+    kimi, deepseek = ({**sizes, "model_type": name} for name in ("kimi_k2", "deepseek_v3"))
+    assert describe(kimi).transformer == describe(deepseek).transformer
+    assert compare({"kv_channels": 64, "v_head_dim": 8}, kimi) == []
+    assert compare({"v_head_dim": 16}, kimi) == ["--v-head-dim 16 is given, config.json says 8; leave it out"]
+
+
 def test_a_model_that_megatron_does_not_know_is_refused_only_where_flags_ask(tmp_path: Path) -> None:
     assert compare({"num_layers": None, "swiglu": False}, {"model_type": "mamba"}) == []
     with pytest.raises(SettingsError, match="not model_type 'mamba'"):

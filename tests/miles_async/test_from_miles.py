@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -150,6 +151,48 @@ def test_a_script_is_tried_without_a_gpu(tmp_path: Path) -> None:
     assert not any("--engine sglang" in line for line in asked.told) and not asked.refused.found
     passed = parse(["--from-miles", str(script)])
     assert "--sglang-mem-fraction-static" in {value.typed for value in passed.values}
+
+
+LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel --num-layers 48 --swiglu --recompute-granularity full"
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "behind", "backend"),
+    [
+        ("qwen3_next", LAYOUT, "", "torch"),
+        ("qwen3_next", f"{LAYOUT} --mtp-num-layers 0", "", "torch"),
+        ("qwen3_next", f"{LAYOUT} --mtp-num-layers 1", "", "megatron"),
+        ("qwen3_next", LAYOUT, "--train-backend megatron", "megatron"),
+        ("qwen3_next", LAYOUT, "--train-backend torch", "torch"),
+        ("qwen3", LAYOUT, "", "megatron"),
+        ("gemma3", LAYOUT, "", "megatron"),
+        ("no_such_family", LAYOUT, "", "megatron"),
+    ],
+)
+def test_a_model_that_megatron_does_not_know_is_trained_by_torch_unless_a_backend_is_named(
+    tmp_path: Path, family: str, more: str, behind: str, backend: str
+) -> None:
+    for name in ("model", "torch_dist"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": family}))
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 train.py --hf-checkpoint {tmp_path}/model --ref-load {tmp_path}/torch_dist {more}\n")
+    args = parse(["--from-miles", str(script), *behind.split()])
+    got = {value.typed: value.words for value in args.values}
+    told = "\n".join(args.told)
+    assert got["--train-backend"] == (backend,) and args.refused.found == []
+    instead = backend == "torch" and not behind
+    assert got.keys() >= {"--tensor-model-parallel-size", "--swiglu", "--ref-load"} or instead
+    if instead:
+        assert (
+            got.keys() & {"--tensor-model-parallel-size", "--sequence-parallel", "--num-layers", "--swiglu", "--ref-load"} == set()
+        )
+        assert got["--gradient-checkpointing"] == ("true",)
+        assert "--train-backend torch: Megatron does not know qwen3_next here" in told
+        assert re.search(r"--tensor-model-parallel-size 2 +without effect: torch trains", told)
+        assert re.search(r"--ref-load .* left out: a checkpoint of Megatron", told)
+    else:
+        assert "without effect" not in told
 
 
 def test_all_refusals_come_at_once_and_name_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

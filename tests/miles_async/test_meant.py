@@ -15,6 +15,7 @@ from miles_async.cli.flags import parse_flags
 from miles_async.cli.train import parse
 from miles_async.launcher.plan import reward_spec, training_data
 from miles_async.launcher.preflight import preflight
+from miles_async.launcher.quick import check_files
 from miles_async.settings.catalog import catalog
 from miles_async.settings.errors import SettingsError
 from miles_async.settings.load import Loaded, load
@@ -181,6 +182,14 @@ OWN = [
 def test_functions_that_come_with_miles_are_ours(package: str, text: str, wanted: dict[str, Any], tmp_path: Path) -> None:
     flat = script(tmp_path, f"--rm-type math --n-samples-per-prompt 2 {text.format(package)}").settings.flat
     assert {name: flat.values[name] for name in wanted} == wanted
+
+
+def test_a_rollout_function_that_comes_with_miles_needs_no_package(tmp_path: Path) -> None:
+    there = script(tmp_path, "--rm-type math --rollout-function-path slime.rollout.fully_async_rollout.generate", "train_async.py")
+    check_files(there.settings)
+    other = script(tmp_path, "--rm-type math --rollout-function-path slime.rollout.another.generate")
+    with pytest.raises(SettingsError, match="no package slime"):
+        check_files(other.settings)
 
 
 SFT = "--loss-type sft_loss --disable-compute-advantages-and-returns --lr-warmup-fraction 0.2 --debug-train-only"

@@ -214,6 +214,7 @@ FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
     "glm4_moe": glm4_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "kimi_k2": deepseek_v3,
     "minimax_m2": minimax_m2,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,

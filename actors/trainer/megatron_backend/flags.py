@@ -69,6 +69,8 @@ def compare(flags: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         return []
     arch = describe(config)
     known = facts(arch)
+    if arch.transformer.get("multi_latent_attention"):
+        del known["kv_channels"]  # heads are as large as q_lora_rank and its kind say
     return [line for flag, value in given.items() if flag in known and (line := _differs(flag, value, known[flag], arch.layers))]
 
 
