@@ -6,6 +6,7 @@ Reads  the script (`settings/script.py`; it is not run)    Writes  nothing
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def take_script(words: list[str], refused: Refusals, switches: frozenset[str]) -
     parsed = parse_flags(known, frozenset(), refused)
     said = Said.of(script.program, (*parsed.values, *own.values), [flag.name for flag in flags] + rest)
     ours, left = instead(said, meant(said), parsed.values)
-    rows = [(shown, left.get(shown.split()[0], became), where) for shown, became, where in rows]
+    rows = [(shown, left.get(re.split("[ =]", shown, maxsplit=1)[0], became), where) for shown, became, where in rows]
     hint = "Quote a value that holds a space; give each flag one value."
     refused.found += [SettingsError(f"{path}: {word!r} belongs to no flag", remedy=hint) for word in parsed.positional]
     rows += [("", one.text, "") for one in ours]

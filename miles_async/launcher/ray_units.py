@@ -59,7 +59,7 @@ def units_of(settings: RunSettings, actors: Iterable[tuple[str, str]], *, gpus: 
 def _trainer(settings: RunSettings, first: list[str], engines: list[str], gpus: bool) -> Unit:
     """`first`: with rank 0; `engines`: in equal parts over its nodes, each on as many as it has hosts."""
     s = settings.flat
-    idle = s.debug_rollout_only
+    idle = s.debug_rollout_only and not engines
     each, nodes = (1, 1) if idle else (s.actor_num_gpus_per_node, s.actor_num_nodes)
     resources: Resources = {"CPU": float(s.trainer_threads * each)}
     if gpus and not idle:

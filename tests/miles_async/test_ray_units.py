@@ -81,6 +81,13 @@ def test_engines_on_the_trainers_nodes_are_spread_over_them(
     assert [part.bundle for part in parts] == list(spread[1:])
 
 
+def test_without_a_trainer_its_engines_keep_their_gpus() -> None:
+    shared = {"engine": "sglang", "colocate": True, "actor_num_nodes": 2, "actor_num_gpus_per_node": 8}
+    settings = made(**shared, rollout_num_gpus_per_engine=8, debug_rollout_only=True)
+    [unit, _] = units_of(settings, ROOMS, gpus=True)
+    assert [bundle.resources["GPU"] for bundle in unit.bundles] == [8.0, 8.0]
+
+
 def test_ranks_of_other_hosts_are_told_where_they_meet() -> None:
     told, ranks = parts_of(made(actor_num_nodes=2, actor_num_gpus_per_node=2), "trainer", "trainer", "10.0.0.7:12345", (0, 1))
     assert told == {"train_master": "10.0.0.7:12345"}
