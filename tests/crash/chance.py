@@ -14,12 +14,19 @@ MOODS = "tests.crash.moods"
 
 
 class Kept(NamedTuple):
-    """What a run keeps from its beginning: no other data, model or size of a group is taken up."""
+    """What a run keeps from its beginning: no other data, model or size of a group is taken up, nor samples made or scored in
+    another way."""
 
     toy: Path
     talks: bool  # the toy with a chat template
     n_samples: int
     shuffle: bool
+    made: dict[str, Any] | None = None
+    """How samples are made and scored; None: not drawn yet."""
+
+    def begun(self, drawn: Tables) -> Kept:
+        """After a start with these settings."""
+        return self._replace(made={name: value for name, value in drawn["rollout"].items() if name in MADE})
 
     def tables(self) -> Tables:
         data = {"prompt_data": str(self.toy / "prompts.jsonl"), "apply_chat_template": self.talks}
@@ -53,6 +60,7 @@ REWARDS: tuple[dict[str, Any], ...] = (
     {"custom_rm_path": f"{MOODS}.reward", "reward_timeout_s": 1.0, "reward_max_retries": 1},
     {"custom_rm_path": f"{MOODS}.rewards", "reward_timeout_s": 1.0, "group_rm": True},
 )
+MADE = {name for made in (*PROGRAMS.values(), *REWARDS) for name in made}
 
 
 def settings_of(chance: Random, kept: Kept) -> Tables:
@@ -74,8 +82,7 @@ def settings_of(chance: Random, kept: Kept) -> Tables:
             "max_tokens_per_slice": chance.choice([None, None, None, 12]),
             "update_weights_interval": chance.choice([1, 1, 1, 2, 3]),
             "dynamic_sampling_filter_path": chance.choice(["none", "check_reward_nonzero_std", f"{MOODS}.picky"]),
-            **program(chance, kept),
-            **chance.choice(REWARDS),
+            **({**program(chance, kept), **chance.choice(REWARDS)} if kept.made is None else kept.made),
         },
         "sglang": engines(chance),
         "ckpt": {"save_interval": chance.choice([1, 2, 3])},

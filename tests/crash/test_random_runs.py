@@ -56,6 +56,7 @@ class Chance(Random):
             with suppress(SettingsError):
                 load(self.run.write())
                 break
+        self._kept = self._kept.begun(drawn)
         self.shared.add(next((name for name in ("colocate", "lend_trainer_gpus") if name in drawn["sglang"]), ""))
         self.run.start()
 
