@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.runtime.chat import BadChat, Chat, NotAppendOnly
-from tests.actors.agent_house import make_chat
+from scripts.bench.chat_tokenizer import make_chat
 
 CHATML = (
     "{% if tools %}<t>{{ tools | length }}</t>{% endif %}"

@@ -13,10 +13,11 @@ import aiohttp
 import pytest
 import torch
 
-from actors.generation.activation import Loader, NotCounted, TransportFailed
+from actors.generation.activation import Loader, TransportFailed
 from actors.generation.engine import RequestRefused
 from actors.generation.engines.sglang.client import SGLangClient
 from actors.generation.engines.sglang.inside import TESTED, VARIABLE, Answer, Order, read, run, send
+from actors.runtime.transports.kind import NotCounted
 from actors.trainer.transports.flat import FlatBuffers, bucketed
 from actors.trainer.transports.nccl import NcclSender
 from bus.messages.policy import WeightManifest

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 ALONE = ("-n", "0", "--dist", "no", "-q", "--collect-only")  # after the controller's own arguments
@@ -48,6 +48,27 @@ def collected(arguments: Sequence[str]) -> Iterator[str]:
             process.communicate()
 
 
+class Wrong:
+    """A plugin of pytest: files that could not be loaded. Their modules would be there for the workers, with no tests and no error:
+    they are forgotten, so that each worker loads them itself, and says what is wrong."""
+
+    def __init__(self) -> None:
+        self._files: set[str] = set()
+        self._root = Path()
+
+    def pytest_configure(self, config: Any) -> None:
+        self._root = config.rootpath
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self._files.add(str(self._root / report.nodeid.partition("::")[0]))
+
+    def forget(self) -> None:
+        for name, module in list(sys.modules.items()):
+            if getattr(module, "__file__", None) in self._files:
+                del sys.modules[name]
+
+
 def main(what: str) -> None:
     """Collect, then fork a worker for each that asks."""
     told = json.loads(what)
@@ -56,7 +77,9 @@ def main(what: str) -> None:
 
     from tests.warm.server import keep
 
-    pytest.main(told["arguments"])
+    wrong = Wrong()
+    pytest.main(told["arguments"], plugins=[wrong])
+    wrong.forget()
     gc.collect()
     gc.freeze()  # a worker would copy what its collector looks at
     listener = socket.socket(fileno=told["listener"])
