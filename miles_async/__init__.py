@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from miles_async.api import Knobs, Run, RunEnded, StartedRun, open_run, run
+    from miles_async.api import Knobs, Run, RunEnded, StartedRun, open_run, run, runs
     from miles_async.settings.errors import SettingsError
 
 __version__ = "0.1.0"
-__all__ = ["Knobs", "Run", "RunEnded", "SettingsError", "StartedRun", "open_run", "run"]
+__all__ = ["Knobs", "Run", "RunEnded", "SettingsError", "StartedRun", "open_run", "run", "runs"]
 
 
 _HOMES = {"SettingsError": "miles_async.settings.errors"}
@@ -22,3 +22,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "miles_async.api")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,7 +3,7 @@
 Everything here blocks and may be called inside a running event loop. Errors are those of the command line, one line each.
 """
 
-from miles_async.api.opened import Knobs, Run, open_run
+from miles_async.api.opened import Knobs, Run, open_run, runs
 from miles_async.api.started import RunEnded, StartedRun, run
 
-__all__ = ["Knobs", "Run", "RunEnded", "StartedRun", "open_run", "run"]
+__all__ = ["Knobs", "Run", "RunEnded", "StartedRun", "open_run", "run", "runs"]

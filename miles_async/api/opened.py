@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -18,7 +19,7 @@ import msgspec
 
 from miles_async.settings.addresses import take_password
 from miles_async.settings.errors import SettingsError, nearest
-from miles_async.settings.runs import RUN_FILE, RunRef, find_run, read_run_file
+from miles_async.settings.runs import RUN_FILE, RunRef, find_run, list_runs, read_run_file, read_settings
 
 if TYPE_CHECKING:
     import pandas
@@ -29,6 +30,7 @@ T = TypeVar("T")
 Row: TypeAlias = dict[str, Any]
 Table: TypeAlias = "pandas.DataFrame | list[Row]"
 NEWS = ("step", "eval", "sample", "ledger")  # records that are no events
+EVAL = ("step", "version", "wall", "name", "n_samples", "duration_s", "error")  # of an evaluation's record, beside its metrics
 QUIET_S = 0.3  # that the logs of a bus are asked for what is left
 
 
@@ -49,6 +51,12 @@ def open_run(
     if url is None and given and (given != name_or_url or os.sep in given):
         folder, given = Path(given).absolute().parent, Path(given).absolute().name
     return Run(find_run(run=run if url else given or run, runs_dir=folder, bus_url=url))
+
+
+def runs(runs_dir: str | os.PathLike[str] = "runs") -> list[Run]:
+    """All runs in a folder, the newest first; of a folder that is not there none. `[run.name for run in miles_async.runs()]`"""
+    folder = Path(runs_dir).absolute()
+    return [Run(find_run(run=name, runs_dir=folder, bus_url=None)) for name in list_runs(folder)]
 
 
 class Run:
@@ -72,6 +80,69 @@ class Run:
     def folder(self) -> Path | None:
         """Where it keeps its files; None where that is not on this host."""
         return self._ref.run_dir or self._ask(_folder)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: where it is, and how far."""
+        here = self.folder
+        cells = {"run": self.name, "running": self.running, "folder": here or "on another host"}
+        cells |= {"checkpoints": ", ".join(map(str, self.checkpoints)) or "none"} if here is not None else {}
+        rows = "".join(f"<tr><th>{name}</th><td>{escape(str(value))}</td></tr>" for name, value in cells.items())
+        return f"<table>{rows}</table>"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings of its last start, by name."""
+        tables = read_settings(self._here("settings lie in the run's folder"))
+        return {name: value for table in tables.values() for name, value in table.items()}
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """Step -> directory, oldest first; each is a Hugging Face directory, or Megatron's."""
+        from actors.trainer.checkpoint import iter_dir, steps_in
+
+        here = self._here("checkpoints are told by the run's folder")
+        save = Path(str(self.settings.get("save") or here / "checkpoints"))
+        save = save if save.is_dir() else here / "checkpoints"
+        return {step: iter_dir(save, step) for step in steps_in(save)}
+
+    def best(self, name: str | None = None) -> Row:
+        """The evaluation with the highest mean reward, of the held-out set `name` or of the only one: a row as of `evals`, and
+        `checkpoint`, the newest that is no younger, or None."""
+        found = [r for r in self._records() if r["kind"] == "eval" and not r.get("error") and f"eval/{r['name']}" in r["metrics"]]
+        sets = sorted({r["name"] for r in found})
+        if name not in sets and (name is not None or len(sets) != 1):
+            remedy = f"Give one of {', '.join(sets)}." if sets else "Nothing was evaluated yet."
+            raise SettingsError("no evaluation of this set", field="name", value=name, remedy=remedy)
+        row = max((r for r in found if name in (None, r["name"])), key=lambda r: float(r["metrics"][f"eval/{r['name']}"]))
+        before = [path for step, path in self.checkpoints.items() if step <= row["step"]]
+        return {**{k: row.get(k) for k in EVAL}, **row["metrics"], "checkpoint": before[-1] if before else None}
+
+    def report(self, output: str | os.PathLike[str] | None = None) -> Path:
+        """Write its report.html, or `output`; the path."""
+        from miles_async.console.report import write_report
+
+        here = self._here("a report is written from the run's folder")
+        return Path(write_report(here, [], Path(output) if output is not None else None))
+
+    def doctor(self) -> Row:
+        """Who waits for what, and what is wrong: as `miles-async doctor --json`."""
+        from miles_async.cli.doctor import document
+
+        async def body(bus: Bus) -> Row:
+            found: Row = msgspec.to_builtins(await document(bus, self._ref.run_dir), enc_hook=str)
+            return found
+
+        return self._ask(body)
+
+    def trace(self, sample_id: str) -> Row:
+        """The life of a sample or a group (`g0000012/3`, `g0000012`): as `miles-async trace --json`."""
+        from miles_async.cli.trace import told_of
+
+        async def body() -> Row:
+            found: Row = msgspec.to_builtins(await asyncio.to_thread(told_of, self._now(), sample_id), enc_hook=str)
+            return found
+
+        return _sync(body())
 
     @property
     def running(self) -> bool:
@@ -104,9 +175,8 @@ class Run:
     def evals(self) -> Table:
         """One row for each evaluation: `step`, `version`, `wall` (seconds since 1970), `name` of the held-out set, `n_samples`,
         `duration_s`, `error` (empty where it worked) and its metrics (`eval/NAME` is the mean reward)."""
-        named = ("step", "version", "wall", "name", "n_samples", "duration_s", "error")
         found = (record for record in self._records() if record["kind"] == "eval")
-        return _table({**{name: r.get(name) for name in named}, **r.get("metrics", {})} for r in found)
+        return _table({**{name: r.get(name) for name in EVAL}, **r.get("metrics", {})} for r in found)
 
     def events(self, kind: str | None = None) -> Table:
         """What happened, in order: `kind` (restored, knob, checkpoint, activated, drop, dead, fault, finished, ...), `wall`
@@ -156,6 +226,12 @@ class Run:
         from miles_async.cli.stop import stop
 
         return _sync(stop(self._now(), wait_s)) == 0
+
+    def _here(self, why: str) -> Path:
+        """Its folder. SettingsError where that is on another host."""
+        if (folder := self.folder) is None:
+            raise SettingsError(why, remedy="Open the run on its host.")
+        return folder
 
     def _now(self) -> RunRef:
         """Where it is now: a run that was started again may have another address."""

@@ -3,7 +3,8 @@ lacks of what its settings need (--preflight CONFIG [FLAGS]). Exit status 1 when
 
 import argparse
 import asyncio
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from miles_async.cli.options import add_json_option, add_run_options, on_bus, print_json
 from miles_async.settings.runs import RunRef
@@ -30,25 +31,39 @@ def run(args: argparse.Namespace) -> int:
         return preflight(args.preflight, as_json=args.as_json)
 
     async def body(bus: "Bus", ref: RunRef) -> int:
-        from miles_async.console.doctor.diagnosis import diagnose
-        from miles_async.console.explain import explain
-        from miles_async.console.scene import read_scene
-        from miles_async.console.whatif.advice import advise
-
-        scene = await read_scene(bus, ref.run_dir)
-        slots = sum(a.vitals.slots for a in scene.snapshot.living("generation"))
-        advice = await asyncio.to_thread(advise, scene.record, slots=slots) if scene.record is not None else None
-        findings = diagnose(scene)
-        wrong = [finding for finding in findings if finding.level != "info"]
         if args.as_json:
-            waits = [{"actor": actor, "text": text} for actor, text in explain(scene)]
-            said = {"lines": advice.lines, "now": advice.now, "choices": advice.choices} if advice is not None else None
-            print_json({"run": scene.snapshot.run, "well": not wrong, "findings": findings, "actors": waits, "advice": said})
-        else:
-            print(as_text(scene, advice))
-        return 1 if wrong else 0
+            found = await document(bus, ref.run_dir)
+            print_json(found)
+            return 0 if found["well"] else 1
+        from miles_async.console.doctor.diagnosis import diagnose
+
+        scene, advice = await _looked(bus, ref.run_dir)
+        print(as_text(scene, advice))
+        return 1 if any(finding.level != "info" for finding in diagnose(scene)) else 0
 
     return on_bus(args, body)
+
+
+async def document(bus: "Bus", run_dir: Path | None) -> dict[str, Any]:
+    """What `--json` prints."""
+    from miles_async.console.doctor.diagnosis import diagnose
+    from miles_async.console.explain import explain
+
+    scene, advice = await _looked(bus, run_dir)
+    findings = diagnose(scene)
+    well = all(finding.level == "info" for finding in findings)
+    waits = [{"actor": actor, "text": text} for actor, text in explain(scene)]
+    said = {"lines": advice.lines, "now": advice.now, "choices": advice.choices} if advice is not None else None
+    return {"run": scene.snapshot.run, "well": well, "findings": findings, "actors": waits, "advice": said}
+
+
+async def _looked(bus: "Bus", run_dir: Path | None) -> "tuple[Scene, Advice | None]":
+    from miles_async.console.scene import read_scene
+    from miles_async.console.whatif.advice import advise
+
+    scene = await read_scene(bus, run_dir)
+    slots = sum(a.vitals.slots for a in scene.snapshot.living("generation"))
+    return scene, await asyncio.to_thread(advise, scene.record, slots=slots) if scene.record is not None else None
 
 
 def preflight(words: list[str], *, as_json: bool) -> int:

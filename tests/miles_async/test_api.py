@@ -76,7 +76,21 @@ async def test_the_documentations_code_runs_in_a_running_loop(
     found = space["metrics"]
     assert isinstance(found, pandas.DataFrame) and list(found["step"]) == list(range(1, done + 1))
     assert "held_out" in capsys.readouterr().out
-    exec(BLOCKS[5].replace("num_rollout=200", f"num_rollout={done + 2}"), space)
+    exec(BLOCKS[5], space)
+    said = capsys.readouterr().out
+    assert "['first'" in said and str(tmp_path / "runs/first/report.html") in said
+    opened = space["run"]
+    assert isinstance(opened, api.Run) and opened.settings["rollout_batch_size"] == 2
+    assert max(opened.checkpoints) == done and all(path.is_dir() for path in opened.checkpoints.values())
+    best = opened.best("held_out")
+    assert best["eval/held_out"] == opened.evals()["eval/held_out"].max()
+    with pytest.raises(miles_async.SettingsError, match=r"no evaluation of this set. Give one of held_out"):
+        opened.best("another")
+    assert opened.doctor()["run"] == "first" and "first" in opened._repr_html_() and "runs" in dir(miles_async)
+    trained = opened.samples()["sample"].iloc[0]
+    assert opened.trace(trained)["sample"] == trained
+    assert miles_async.runs(tmp_path / "nowhere") == []
+    exec(BLOCKS[6].replace("num_rollout=200", f"num_rollout={done + 2}"), space)
     assert f"finished at step {done + 2}" in capsys.readouterr().out
     monkeypatch.setattr("miles_async.api.opened.find_spec", lambda _: None)
     again = miles_async.open_run()
@@ -85,7 +99,7 @@ async def test_the_documentations_code_runs_in_a_running_loop(
         again.knobs.set(lr=1e-3)
     last = again.metrics()[-1]
     assert isinstance(last, dict) and last["step"] == done + 2, "without pandas, a list of dicts"
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
 
 
 @pytest.mark.timeout(300)  # a run begins cold and is drained

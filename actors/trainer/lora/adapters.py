@@ -63,6 +63,11 @@ def _adapt(linear: nn.Linear, scale: float, rank: int, seed: int) -> LoraLinear:
     return made
 
 
+def _asks_for_gradient(_: nn.Module, __: object, out: Tensor) -> Tensor:
+    """What enters the first layer is like what enters the others: torch compiles one graph for all, and not one more."""
+    return out.requires_grad_() if torch.is_grad_enabled() else out
+
+
 class Adapted(Policy):
     """`hf` as `load_policy` gives it, in float32 on the CPU, is changed in place. `path`: its directory. Refused where the targets
     match nothing, or the adapter to start from is another base's. `alone`: engines have the base, and get adapters."""
@@ -75,6 +80,7 @@ class Adapted(Policy):
         self._lora, self._path = lora, path
         for p in hf.parameters():
             p.requires_grad_(False)
+        hf.get_input_embeddings().register_forward_hook(_asks_for_gradient)
         linear = {name: m for name, m in hf.named_modules() if type(m) is nn.Linear}
         names = peft.chosen((name for name, _ in hf.named_parameters()), lora)
         if other := [name for name in names if name not in linear]:
