@@ -50,14 +50,14 @@ def _changes_what_is_learned(value: FlagValue) -> bool:
 
 def _unknown_to_megatron(model: Path) -> str:
     """The model's type, where Megatron does not know it and the installed transformers has a causal class for it; else empty."""
-    from actors.trainer.megatron_backend.families import FAMILIES, REFUSED  # takes half a second: only a script asks
+    from actors.trainer.megatron_backend.families import ALIASES, FAMILIES, REFUSED  # takes half a second: only a script asks
 
     try:
         config = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return ""
     family = config.get("model_type") if isinstance(config, Mapping) else None
-    if not isinstance(family, str) or family in FAMILIES or family in REFUSED:
+    if not isinstance(family, str) or family in {*FAMILIES, *ALIASES, *REFUSED}:
         return ""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL  # some seconds
 

@@ -20,9 +20,9 @@ STAYS = {
     "actors/trainer/torch_backend/matched.py FORMULAS": "the kernels without a GPU, for tests and scripts/bench/gpu_judge.py",
     "miles_async/cli/recipe_typer.py callback": "typer has it; recipes use it",
 }
-IN_PYTHON = ("Knobs", "Run", "RunEnded", "SettingsError", "StartedRun", "open_run", "run")
+IN_PYTHON = ("Knobs", "Run", "RunEnded", "SettingsError", "StartedRun", "open_run", "run", "runs")
 STAYS |= {f"miles_async/__init__.py {name}": "the library in Python: docs/python.md" for name in IN_PYTHON}
-STAYS["miles_async/api/opened.py open_run"] = "as well"
+STAYS |= {f"miles_async/api/opened.py {name}": "as well" for name in ("doctor", "open_run")}
 CALLED_BY_LIBRARIES = {"forward", "backward", "connection_made", "connection_lost", "data_received", "find_class"}
 CALLED_BY_LIBRARIES |= {"get_buffer", "buffer_updated", "throw", "eof_received", "pause_writing", "resume_writing"}  # asyncio
 CALLED_BY_LIBRARIES |= {"filter"}  # logging

@@ -214,11 +214,12 @@ FAMILIES: dict[str, Callable[[ConfigReader], Architecture]] = {
     "glm4_moe": glm4_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
-    "kimi_k2": deepseek_v3,
     "minimax_m2": minimax_m2,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
 }
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Model type -> the family that it is, tensors and config.json alike."""
 REFUSED = {"gemma3": "its tower for pictures is not mapped; give a directory of the text model alone, model_type gemma3_text"}
 
 
@@ -230,11 +231,12 @@ SIZES = (
 
 def describe(config: Mapping[str, Any], *, where: str = "config.json") -> Architecture:
     """The architecture that a config.json describes. Raises Refused with the reason where Megatron can't train it."""
-    family = str(config.get("model_type"))
+    given = str(config.get("model_type"))
+    family = ALIASES.get(given, given)
     if family in REFUSED:
         raise Refused(f"{where}: {family} can't be trained: {REFUSED[family]}; families are {', '.join(FAMILIES)}")
     if family not in FAMILIES:
-        known, other = ", ".join(FAMILIES), "--train-backend torch trains any causal class of transformers"
+        known, other = ", ".join((*FAMILIES, *ALIASES)), "--train-backend torch trains any causal class of transformers"
         raise Refused(f"{where}: the Megatron backend knows {known}, not model_type {family!r}; {other}")
     for key in SIZES:
         if (value := config.get(key)) is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
