@@ -1,4 +1,4 @@
-"""A script that Miles would train on Megatron, for a model that Megatron does not know here: transformers' class of it is trained.
+"""A script that Miles would train on Megatron, with a model that Megatron does not know here, or with LoRA: torch trains it.
 
 Reads  config.json of the model that the script names    Writes  nothing
 Always true: a script, or a command line, that names a backend keeps it; what then has no effect is told flag by flag, and what
@@ -24,18 +24,23 @@ OFF = ("0", "0.0", "none", "false")
 
 
 def instead(said: Said, ours: Sequence[Meant], values: Sequence[FlagValue]) -> tuple[list[Meant], dict[str, str]]:
-    """(what the script means, flag as typed -> why it is not used): torch in the place of a Megatron that does not know the model;
-    else, and where the script asks for what no backend does, as given, and nothing. `values`: the script's."""
+    """(what the script means, flag as typed -> why it is not used): torch in the place of a Megatron that does not know the model
+    or has no LoRA; else, and where the script asks for what no backend does, as given, and nothing. `values`: the script's."""
     means_megatron = any(one.field == BACKEND for one in ours)
-    family = _unknown_to_megatron(Path(said.one("hf_checkpoint"))) if means_megatron else ""
-    if not family:
+    if not means_megatron:
+        return list(ours), {}
+    why = ""
+    if said.one("lora_rank", "0") != "0":
+        why = "LoRA is of this backend; the model is over the same GPUs by FSDP"
+    elif family := _unknown_to_megatron(Path(said.one("hf_checkpoint"))):
+        why = f"Megatron does not know {family} here; transformers' class of it is trained, over the same GPUs by FSDP"
+    if not why:
         return list(ours), {}
     of_megatron = [value for value in values if value.spec.group in GROUPS or value.spec.name in ("megatron", *OF_MEGATRON)]
     if any(map(_changes_what_is_learned, of_megatron)):
         return list(ours), {}
     left = {value.typed: NO_EFFECT for value in of_megatron}
     left |= {value.typed: OTHER_FORMAT for value in values if value.spec.name == "ref_load" and _of_megatron(value.words)}
-    why = f"Megatron does not know {family} here; transformers' class of it is trained, over the same GPUs by FSDP"
     found = [one._replace(words=("torch",), why=why) if one.field == BACKEND else one for one in ours]
     if "--recompute-granularity" in left and "gradient_checkpointing" not in said.values:
         found.append(Meant("gradient_checkpointing", ("true",), "the script recomputes"))
