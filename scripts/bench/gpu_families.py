@@ -104,7 +104,7 @@ def tried(family: str, a: argparse.Namespace) -> dict[str, Any]:
         backend.close()
     except Exception as error:  # noqa: BLE001 - the result says why it is missing
         row["error"] = f"{type(error).__name__}: {error}"[:600]
-        row["where"] = traceback.format_exc()[-600:]
+        row["where"] = traceback.format_exc().replace(f"{Path.cwd()}/", "")[-600:]
     finally:
         proof.Proof._against = against  # type: ignore[method-assign]
         shutil.rmtree(directory)

@@ -156,7 +156,8 @@ class Core(Passes):
         own, large = self.own, sum(p.numel() for p in policy.parameters()) >= WORTH_COMPILING
         auto = own.compile == "auto" and self.kernel != attention.SDPA and large
         found = (own.compile == "on" or auto) and not own.true_on_policy_mode
-        log.info("attention: %s; layers: %s", self.kernel, "compiled" if found else "uncompiled")
+        how = "uncompiled" if not found else "compiled where that is proved" if policy.proved_here else "compiled"
+        log.info("attention: %s; layers: %s", self.kernel, how)
         return found
 
     def _gathers(self, policy: Policy) -> bool:
